@@ -1,0 +1,27 @@
+"""Failures that a person can act on: the CLI prints them as one line and exits with 1."""
+
+from __future__ import annotations
+
+
+class TunerError(Exception):
+    """Base of every known failure; its text is one line that says what to do."""
+
+
+class DeviceError(TunerError):
+    """The wanted device is not there, or cannot be measured."""
+
+
+class ModelError(TunerError):
+    """A model name is unknown, or its config.json cannot be read."""
+
+
+class StoreError(TunerError):
+    """The tuning database cannot be opened, read or written."""
+
+
+class BusyError(TunerError):
+    """Another process is tuning on this machine."""
+
+
+class BudgetError(TunerError):
+    """The time budget is too small to finish a single bucket."""

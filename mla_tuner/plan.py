@@ -1,0 +1,62 @@
+"""A plan says how to run a decode call; a decision adds where the plan came from and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .shapes import MAX_PARTITIONS
+
+# `mlx`: what mlx-lm and vllm-metal do today. `mlx_rows`: the same maths, heads as rows of one matmul.
+# `single`: one pass of our kernel. `split`: partitions of the context side by side, then a merge.
+PATHS = ("mlx", "mlx_rows", "single", "split")
+NATIVE_PATHS = ("single", "split")
+SOURCES = ("caller", "tuned", "fitted", "gates", "off")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Path, partition count and tile (kernel variant; "" for the back end's default)."""
+
+    path: str
+    partitions: int = 1
+    tile: str = ""
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise ValueError(f"[Plan] expected path in {PATHS}; got {self.path!r}")
+        low, high = (2, MAX_PARTITIONS) if self.path == "split" else (1, 1)
+        if not low <= self.partitions <= high:
+            raise ValueError(
+                f"[Plan] expected partitions in {low}..{high} for path {self.path}; got {self.partitions}"
+            )
+        if self.tile and not self.native:
+            raise ValueError(f"[Plan] expected no tile for path {self.path}; got {self.tile!r}")
+
+    @property
+    def native(self) -> bool:
+        """True where our own kernel runs."""
+        return self.path in NATIVE_PATHS
+
+    def __str__(self) -> str:
+        partitions = f" x{self.partitions}" if self.path == "split" else ""
+        return f"{self.path}{partitions}" + (f" {self.tile}" if self.tile else "")
+
+
+MLX = Plan("mlx")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, the step of the look-up that gave it, and one sentence that says why.
+
+    `expected_us` is the plan's median time; `speedup` is against `mlx`, with its confidence interval.
+    All four are None where nothing was measured.
+    """
+
+    plan: Plan
+    source: str
+    reason: str
+    expected_us: float | None = None
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
