@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 ARGS   ?=
 
-.PHONY: setup tune test lint types unit format sanitize check-macos clean
+.PHONY: setup tune test lint types unit format sanitize check-macos bench-cpu clean
 
 setup: $(VENV)/installed
 
@@ -35,6 +35,14 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
+
+# Cross-compiles csrc/ for macOS with zig; the first run downloads about 140 MB.
+check-macos:
+	$(PYTHON) -m tools.macos.check
+
+# The figures of docs/performance-cpu.md; with torch too after `.venv/bin/pip install '.[peers]'`.
+bench-cpu: setup
+	$(BIN)/python -m tools.bench_cpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .shapes import MAX_PARTITIONS
 
-# `mlx`: what mlx-lm and vllm-metal do today. `mlx_rows`: the same maths, heads as rows of one matmul.
+# `mlx`: what mlx-lm and vllm-metal do today. `mlx_rows`: the same maths, heads as rows of a matmul.
 # `single`: one pass of our kernel. `split`: partitions of the context side by side, then a merge.
 PATHS = ("mlx", "mlx_rows", "single", "split")
 NATIVE_PATHS = ("single", "split")
@@ -27,7 +27,8 @@ class Plan:
         low, high = (2, MAX_PARTITIONS) if self.path == "split" else (1, 1)
         if not low <= self.partitions <= high:
             raise ValueError(
-                f"[Plan] expected partitions in {low}..{high} for path {self.path}; got {self.partitions}"
+                f"[Plan] expected partitions in {low}..{high} for path {self.path}; "
+                f"got {self.partitions}"
             )
         if self.tile and not self.native:
             raise ValueError(f"[Plan] expected no tile for path {self.path}; got {self.tile!r}")
@@ -49,8 +50,8 @@ MLX = Plan("mlx")
 class Decision:
     """A plan, the step of the look-up that gave it, and one sentence that says why.
 
-    `expected_us` is the plan's median time; `speedup` is against `mlx`, with its confidence interval.
-    All four are None where nothing was measured.
+    `expected_us` is the plan's median time; `speedup` is against `mlx`, with its confidence
+    interval. All four are None where nothing was measured.
     """
 
     plan: Plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, log2, sqrt
 from typing import NamedTuple
 
@@ -34,9 +35,10 @@ MAX_PARTITIONS = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """One decode problem. `context` is the longest sequence's attended tokens, the new ones included.
+    """One decode problem.
 
-    `lengths` gives every sequence's context where they differ; without it all are `context` long.
+    `context` is the longest sequence's attended tokens, the new ones included. `lengths` gives every
+    sequence's context where they differ; without it all are `context` long.
     """
 
     context: int
@@ -66,7 +68,8 @@ class Shape:
                 raise ValueError(f"[Shape] expected {name} in {known}; got {got!r}")
         if self.lengths and (len(self.lengths) != self.batch or max(self.lengths) != self.context):
             raise ValueError(
-                f"[Shape] expected {self.batch} lengths with maximum {self.context}; got {self.lengths}"
+                f"[Shape] expected {self.batch} lengths with maximum {self.context}; "
+                f"got {self.lengths}"
             )
 
     @property
@@ -111,7 +114,7 @@ class Shape:
 
 
 class Bucket(NamedTuple):
-    """Rounded shape that a plan is stored for. `context` 0 means: outside the grid, nothing is stored."""
+    """Rounded shape that a plan is stored for. `context` 0: outside the grid, nothing is stored."""
 
     context: int
     batch: int
@@ -141,7 +144,7 @@ class Bucket(NamedTuple):
 CONTEXT_GRID = tuple(sorted([1 << k for k in range(10, 21)] + [3 << k for k in range(9, 19)]))
 _CONTEXT_EDGES = (
     ceil(sqrt(768 * 1024)),
-    *(ceil(sqrt(a * b)) for a, b in zip(CONTEXT_GRID, CONTEXT_GRID[1:], strict=False)),
+    *(ceil(sqrt(a * b)) for a, b in pairwise(CONTEXT_GRID)),
     ceil(sqrt((1 << 20) * (3 << 19))),
 )
 _CONTEXT_OF = (0, *CONTEXT_GRID, 0)
@@ -174,7 +177,20 @@ def bucket_of(
 
     `batch` is the effective batch. The rest is kept exactly. Never raises for int input.
     """
-    return Bucket(
+    return Bucket(*bucket_fields(context, batch, heads, dtype, geometry, q_len, layout))
+
+
+def bucket_fields(
+    context: int,
+    batch: int,
+    heads: int,
+    dtype: str,
+    geometry: Geometry,
+    q_len: int,
+    layout: str,
+) -> tuple[int, int, int, str, int, int, int, str]:
+    """A bucket as a plain tuple, equal to it as a key: a named one takes twice the time to make."""
+    return (
         _CONTEXT_OF[bisect_right(_CONTEXT_EDGES, context)],
         _POWER[batch] if 0 < batch < 257 else _nearest_power(max(batch, 1)),
         heads,

@@ -1,0 +1,286 @@
+// A task from queries to answer, and the merge of partial answers. Included once by each kernel_*.cpp, which defines
+// MLA_NAME besides what lanes.h asks for.
+#pragma once
+#include "scores.h"
+#include "values.h"
+
+namespace mla::MLA_ISA {
+namespace {
+
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
+
+inline int padded(int rows) { return (rows + W - 1) / W * W; }
+inline int groups_of(int rows) { return (rows + W - 1) / W; }
+
+// With more than two groups of rows a tile of halves is converted once, into L2; with fewer the conversion between the
+// multiplications is faster (2.3 against 3.9 ms at 1 head x 32K on Emerald Rapids, 2026-11-29).
+inline bool converts_tile(const Problem& a, int rows) { return a.dtype != Dtype::f32 && groups_of(rows) > 2; }
+
+// A worker's memory, the same for every task of a call.
+struct Scratch {
+  float *scores, *alpha, *keep, *q, *o, *most, *sum, *wide;
+  size_t bytes;
+  Scratch(const Problem& a, int rows, void* memory) : bytes(0) {
+    const uintptr_t base = reinterpret_cast<uintptr_t>(memory);
+    auto take = [&](size_t floats) {
+      float* at = reinterpret_cast<float*>(base + bytes);
+      bytes += (floats * sizeof(float) + 63) / 64 * 64;
+      return at;
+    };
+    scores = take(size_t(kTile) * 2 * W);
+    alpha = take(W);
+    keep = take(size_t(kTile) * kKept);
+    q = take(size_t(padded(rows)) * a.dim());
+    o = take(size_t(rows) * a.rank);
+    most = take(padded(rows));
+    sum = take(padded(rows));
+    wide = take(converts_tile(a, rows) ? size_t(kTile) * a.dim() : 0);
+  }
+};
+
+size_t scratch_bytes(const Problem& a, int rows) { return Scratch(a, rows, nullptr).bytes; }
+
+// S -> P in place for n tokens; running maximum and sum; alpha = what the old sums are worth now.
+inline void softmax(float* s, int n, float* most, float* sum, float* alpha) {
+  Vec old = load(most), m = old;
+  for (int t = 0; t < n; ++t) {
+    Vec x = load(s + t * W);
+    m = x > m ? x : m;
+  }
+  Vec total{};
+  for (int t = 0; t < n; ++t) {
+    Vec x = exp2_of_nonpositive(load(s + t * W) - m);
+    total += x;
+    store(s + t * W, x);
+  }
+  Vec a = exp2_of_nonpositive(old - m);
+  store(alpha, a);
+  store(most, m);
+  store(sum, load(sum) * a + total);
+}
+
+// Causal among the query tokens of a sequence; rows [row, row + rows) of tokens [start, start + n).
+inline void mask(const Problem& a, int sequence, int row, int rows, int start, int n, float* s) {
+  const int open = a.lengths[sequence] - a.q_len + 1;  // end of what the first query token sees
+  if (start + n <= open) return;
+  for (int r = 0; r < rows; ++r) {
+    const int limit = open + (row + r) % a.q_len;
+    for (int t = limit > start ? limit - start : 0; t < n; ++t) s[t * W + r] = -__builtin_inff();
+  }
+}
+
+template <typename T>
+const T* query_row(const Problem& a, const void* base, const int64_t* strides, int sequence, int row) {
+  return static_cast<const T*>(base) + sequence * strides[0] + row / a.q_len * strides[1] + row % a.q_len * strides[2];
+}
+
+// A group's queries as float, times the scale, in log2 units: [dim][W] for a full group, [rows][dim] for a small one.
+template <typename T>
+void pack_queries(const Problem& a, const Task& task, int first, int rows, float* q) {
+  const float factor = a.scale * kLog2E;
+  const int dim = a.dim();
+  const T *nope[W], *rope[W];
+  for (int r = 0; r < rows; ++r) {
+    nope[r] = query_row<T>(a, a.query.nope, a.query.nope_strides, task.sequence, task.row0 + first + r);
+    if (a.rope) rope[r] = query_row<T>(a, a.query.rope, a.query.rope_strides, task.sequence, task.row0 + first + r);
+  }
+  for (int d = 0; d < dim; d += 2 * W) {
+    alignas(64) float block[W][2 * W] = {};
+    for (int r = 0; r < rows; ++r) {
+      Two v = widen(d < a.rank ? nope[r] + d : rope[r] + d - a.rank);
+      narrow(rows <= W / 2 ? q + r * dim + d : block[r], {v.x * factor, v.y * factor});
+    }
+    if (rows <= W / 2) continue;
+    for (int i = 0; i < 2 * W; ++i)
+      for (int r = 0; r < W; ++r) q[(d + i) * W + r] = block[r][i];
+  }
+}
+
+template <typename T>
+inline void write_row(const float* o, float factor, T* out, int rank) {
+  for (int d = 0; d < rank; d += 2 * W) narrow(out + d, Two{load(o + d) * factor, load(o + d + W) * factor});
+}
+
+// A row without a single token is exactly zero, whatever `o` holds.
+template <typename T>
+inline void write_nothing(T* out, int rank) {
+  for (int d = 0; d < rank; d += 2 * W) narrow(out + d, Two{});
+}
+
+inline float lse_of(float most, float sum) {
+  return sum == 0 ? -__builtin_inff() : (most + __builtin_log2f(sum)) * kLn2;
+}
+
+template <typename T>
+void finish(const Problem& a, const Task& task, const Scratch& z) {
+  for (int r = 0; r < task.row1 - task.row0; ++r) {
+    if (task.out) {
+      task.most[r] = z.most[r];
+      task.sum[r] = z.sum[r];
+      continue;
+    }
+    const size_t at = size_t(task.sequence) * a.rows() + task.row0 + r;
+    T* out = static_cast<T*>(a.out) + at * a.rank;
+    if (z.sum[r] == 0) {
+      write_nothing(out, a.rank);
+    } else {
+      write_row(z.o + size_t(r) * a.rank, 1 / z.sum[r], out, a.rank);
+    }
+    a.lse[at] = lse_of(z.most[r], z.sum[r]);
+  }
+}
+
+// What stays the same for all tiles of a task.
+template <typename T>
+struct Plan {
+  ScoresByRow<T> scores;
+  int readable;  // blocks of tokens may be read in place up to here, whatever the tile holds; 0: up to its last token
+};
+
+// Slots past the tile's last token never count: their scores may be anything, softmax and values() stop before them.
+template <typename T>
+void attend_tile(const Problem& a, const Task& task, const Scratch& z, const Plan<T>& plan, const Tile<T>& tile,
+                 Ahead& ahead) {
+  const int rows = task.row1 - task.row0, groups = groups_of(rows), n = tile.n;
+  const int readable = plan.readable ? plan.readable : n;
+  for (int g = 0, step; g < groups; g += step) {
+    const bool few = rows - g * W <= W / 2;
+    step = rows - g * W > W + W / 2 ? 2 : 1;
+    const float* q = z.q + size_t(g) * W * a.dim();
+    const int block = kBlock / step;
+    for (int t = 0; t < n; t += block) {
+      float* s = z.scores + t * W;
+      const ScoresByRow<T>& scores = t + block <= readable ? plan.scores : kThroughBuffer<T>;
+      if (few) {
+        scores_of_few<T>(rows - g * W, q, tile, t, a, s, ahead);
+      } else {
+        (step == 2 ? scores.two : scores.one)(q, tile, t, a, s, ahead);
+      }
+    }
+    for (int i = g; i < g + step; ++i) {
+      float* s = z.scores + (i - g) * kTile * W;
+      const int here = least(W, rows - i * W);
+      mask(a, task.sequence, task.row0 + i * W, here, tile.start, n, s);
+      softmax(s, n, z.most + i * W, z.sum + i * W, z.alpha);
+      const Group group{s, z.o + size_t(i) * W * a.rank, z.alpha, a.rank, tile.start == task.token0};
+      values_of_group<T>(here, group, tile, Spans<float>{kKept, 1, {{z.keep, n}}}, z.keep, ahead);
+    }
+  }
+}
+
+// Token blocks of a float cache can be read in place where they never straddle pages.
+inline ScoresByRow<float> scores_for(const Problem& a, float) {
+  if (a.cache.table && a.cache.block_size % kBlock) return kThroughBuffer<float>;
+  return scores_for_strides(a, a.cache.latent_token, a.cache.rope_token);
+}
+template <typename T>
+ScoresByRow<T> scores_for(const Problem&, T) {
+  return kThroughBuffer<T>;
+}
+
+template <typename T>
+void convert_tile(const Problem& a, const Tile<T>& from, float* to) {
+  for (int t = 0; t < from.n; ++t, to += a.dim()) {
+    for (int d = 0; d < a.rank; d += 2 * W) narrow(to + d, widen(from.latent[t] + d));
+    for (int d = 0; d < a.rope; d += 2 * W) narrow(to + a.rank + d, widen(from.rope[t] + d));
+  }
+}
+
+template <typename T>
+void attend(const Problem& a, const Task& task, const Scratch& z) {
+  const bool converts = converts_tile(a, task.row1 - task.row0);
+  Tile<float> wide;
+  for (int t = 0; t < kTile; ++t) {
+    wide.latent[t] = z.wide + (converts ? t * a.dim() : 0);
+    wide.rope[t] = wide.latent[t] + (converts ? a.rank : 0);
+  }
+  const Plan<T> plan{scores_for(a, T{}), 0};
+  const Plan<float> wide_plan{scores_for_strides(a, a.dim(), a.dim()), kTile};
+  Tile<T> tiles[2];
+  Tile<T>*tile = tiles, *next = tiles + 1;
+  locate(a, task.sequence, task.token0, least(kTile, task.token1 - task.token0), *tile);
+  for (int start = task.token0; start < task.token1; start += kTile) {
+    const int coming = least(kTile, task.token1 - start - kTile);
+    next->runs[0] = {nullptr, nullptr};
+    if (coming > 0) locate(a, task.sequence, start + kTile, coming, *next);
+    Ahead ahead(next->runs);
+    if (converts) {
+      convert_tile(a, *tile, z.wide);
+      wide.start = start;
+      wide.n = tile->n;
+      wide.values = {a.dim(), 1, {{z.wide, wide.n}}};
+      attend_tile<float>(a, task, z, wide_plan, wide, ahead);
+    } else {
+      attend_tile<T>(a, task, z, plan, *tile, ahead);
+    }
+    Tile<T>* done = tile;
+    tile = next;
+    next = done;
+  }
+}
+
+template <typename T>
+void run_typed(const Problem& a, const Task& task, void* memory) {
+  const int rows = task.row1 - task.row0;
+  Scratch z(a, rows, memory);
+  if (task.out) z.o = task.out;
+  for (int r = 0; r < padded(rows); ++r) {
+    z.most[r] = kNothing;
+    z.sum[r] = 0;
+  }
+  if (task.token1 > task.token0) {
+    for (int r = 0; r < rows; r += W) pack_queries<T>(a, task, r, least(W, rows - r), z.q + size_t(r) * a.dim());
+    __builtin_memset(z.scores, 0, sizeof(float) * kTile * 2 * W);  // lanes without a row
+    attend<T>(a, task, z);
+  }
+  finish<T>(a, task, z);
+}
+
+template <typename T>
+void merge_typed(const Problem& a, const Partials& parts, int row) {
+  const int rows = a.rows();
+  const float* from[kMostPartitions];
+  float weight[kMostPartitions], most = kNothing, sum = 0;
+  int used = 0;
+  for (int p = 0; p < parts.pieces; ++p)
+    if (parts.sum[p * rows + row] != 0 && parts.most[p * rows + row] > most) most = parts.most[p * rows + row];
+  for (int p = 0; p < parts.pieces; ++p) {
+    const size_t at = size_t(p) * rows + row;
+    if (parts.sum[at] == 0) continue;
+    weight[used] = __builtin_exp2f(parts.most[at] - most);
+    sum += weight[used] * parts.sum[at];
+    from[used++] = parts.out + at * a.rank;
+  }
+  const size_t at = size_t(parts.sequence) * rows + row;
+  T* out = static_cast<T*>(a.out) + at * a.rank;
+  a.lse[at] = lse_of(most, sum);
+  if (sum == 0) return write_nothing(out, a.rank);
+  const float inverse = 1 / sum;
+  for (int d = 0; d < a.rank; d += 2 * W) {
+    Two mix{};
+    for (int p = 0; p < used; ++p) {
+      mix.x += load(from[p] + d) * weight[p];
+      mix.y += load(from[p] + d + W) * weight[p];
+    }
+    narrow(out + d, Two{mix.x * inverse, mix.y * inverse});
+  }
+}
+
+void run(const Problem& a, const Task& task, void* memory) {
+  if (a.dtype == Dtype::bf16) return run_typed<bf16>(a, task, memory);
+  if (a.dtype == Dtype::f16) return run_typed<f16>(a, task, memory);
+  run_typed<float>(a, task, memory);
+}
+
+void merge(const Problem& a, const Partials& parts, int row) {
+  if (a.dtype == Dtype::bf16) return merge_typed<bf16>(a, parts, row);
+  if (a.dtype == Dtype::f16) return merge_typed<f16>(a, parts, row);
+  merge_typed<float>(a, parts, row);
+}
+
+}  // namespace
+
+extern const Kernel kernel;
+const Kernel kernel = {MLA_NAME, W, scratch_bytes, run, merge};
+
+}  // namespace mla::MLA_ISA

@@ -1,0 +1,64 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+
+#include "mla_decode.h"
+#include "mlx/version.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+std::string dotted(int major, int minor, int patch) {
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
+}
+
+[[noreturn]] void import_error(const std::string& message) {
+  PyErr_SetString(PyExc_ImportError, message.c_str());
+  throw nb::python_error();
+}
+
+// The caller has compared the Python package's version; this compares the library that really got loaded, and whether
+// mx.array can cross.
+void check_runtime() {
+  const auto built = dotted(MLX_VERSION_MAJOR, MLX_VERSION_MINOR, MLX_VERSION_PATCH);
+  const std::string loaded = mlx::core::version();
+  if (loaded != built) import_error("mla_tuner._native was built for mlx " + built + "; libmlx is " + loaded);
+  if (!nb::type<mlx::core::array>().is_valid()) {
+    import_error("mla_tuner._native was built with nanobind " +
+                 dotted(NB_VERSION_MAJOR, NB_VERSION_MINOR, NB_VERSION_PATCH) + ", whose ABI differs from mlx.core's");
+  }
+}
+
+nb::dict last_run() {
+  const mla::Record run = mla::last_run();
+  nb::dict d;
+  d["ticket"] = run.ticket;
+  d["partitions"] = run.partitions;
+  d["tile"] = run.tile;
+  d["isa"] = run.isa;
+  d["threads"] = run.threads;
+  d["tasks"] = run.tasks;
+  return d;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "The CPU kernel as an MLX primitive. mla_tuner.mla_decode is the front door that checks and explains.";
+  m.def("check_runtime", &check_runtime, "Raises ImportError where the MLX in this process is not the one built for.");
+  m.def("mla_decode", &mla::mla_decode, "q_nope"_a, "q_pe"_a.none(), "latent"_a, "k_pe"_a.none(),
+        "block_tables"_a.none(), "lengths"_a, "starts"_a, "scale"_a, "partitions"_a, "tile"_a, "ticket"_a,
+        "Lazy decode attention: (out [batch, heads, q_len, rank], lse [batch, heads, q_len] float32).");
+  m.def("last_run", &last_run, "How the call that finished last really ran; ticket 0: none yet.");
+  m.def("isas", &mla::isas, "Instruction sets that run here, best first.");
+  m.def("isa", &mla::isa, "The instruction set in use.");
+  m.def("set_isa", &mla::set_isa, "name"_a, "Uses one of isas(); '' for the best.");
+  m.def("threads", &mla::threads, "Threads a call may use.");
+  m.def("set_threads", &mla::set_threads, "count"_a, "Sets threads(); the default is the cores this process may use.");
+}

@@ -1,0 +1,188 @@
+// S = Q K^T for one group of rows and a few tokens.
+//
+// A full group keeps one row per lane (S[token][row]): the latent is broadcast number by number, softmax is vertical
+// and nothing is reduced across lanes. A small last group (<= W/2 rows) keeps dims in the lanes and reduces at the end,
+// so that 4 rows do not pay for 16.
+#pragma once
+#include "tokens.h"
+
+namespace mla::MLA_ISA {
+namespace {
+
+constexpr int kChunk = 32;  // dims converted at a time: two buffers of 2 KB stay in L1 (4 KB ones would alias)
+
+// acc[g][t] += q[g][dim] * key[t][dim]
+template <int G, int N>
+MLA_INLINE void multiply(const float* q, size_t group, const float* key, int stride, Vec (&acc)[G][N]) {
+  Vec x[G];
+  MLA_UNROLL(2)
+  for (int g = 0; g < G; ++g) x[g] = load(q + g * group);
+  MLA_UNROLL(16)
+  for (int t = 0; t < N; ++t) {
+    Vec y = all(key[t * stride]);
+    MLA_UNROLL(2)
+    for (int g = 0; g < G; ++g) acc[g][t] += x[g] * y;
+  }
+}
+
+template <int G, int N>
+MLA_INLINE void store_scores(const Vec (&acc)[G][N], float* s) {
+  MLA_UNROLL(2)
+  for (int g = 0; g < G; ++g) {
+    MLA_UNROLL(16)
+    for (int t = 0; t < N; ++t) store(s + (g * kTile + t) * W, acc[g][t]);
+  }
+}
+
+// Tokens [t, t + kBlock / G) of any layout: converted one chunk ahead, between the multiplications.
+template <typename T, int G>
+void scores_through_buffer(const float* q /*[G][dim][W]*/, const Tile<T>& tile, int first, const Problem& a,
+                           float* s /*[G][kTile][W]*/, Ahead& next) {
+  constexpr int N = kBlock / G, kLines = kChunk / (2 * W);
+  constexpr int kStep = N * kLines < kChunk / 2 ? 4 : 2, kSteps = kChunk / kStep;  // dims a step
+  static_assert(N * kLines % kSteps == 0);
+  alignas(64) float buffer[2][N * kChunk];
+  const T* const* token;
+  int at;
+  auto aim = [&](int dim) {
+    token = (dim < a.rank ? tile.latent : tile.rope) + first;
+    at = dim < a.rank ? dim : dim - a.rank;
+  };
+  auto convert = [&](float* to, int i) MLA_INLINE_LAMBDA {
+    int t = i / kLines, d = i % kLines * 2 * W;
+    Two v = widen(token[t] + at + d);
+    store(to + t * kChunk + d, v.x);
+    store(to + t * kChunk + d + W, v.y);
+  };
+  aim(0);
+  for (int i = 0; i < N * kLines; ++i) convert(buffer[0], i);
+  const int dim = a.dim();
+  const size_t group = size_t(dim) * W;
+  Ahead ahead = next;
+  Vec acc[G][N] = {};
+  for (int c = 0; c < dim; c += kChunk) {
+    const float* key = buffer[c / kChunk % 2];
+    float* later = buffer[(c / kChunk + 1) % 2];
+    aim(least(c + kChunk, dim - kChunk));
+    for (int i = 0; i < kSteps; ++i) {
+      MLA_UNROLL(2)
+      for (int u = 0; u < kStep / 2; ++u)
+        if (ahead.any()) ahead.step();
+      MLA_UNROLL(4)
+      for (int u = 0; u < N * kLines / kSteps; ++u) convert(later, i * (N * kLines / kSteps) + u);
+      MLA_UNROLL(4)
+      for (int u = 0; u < kStep; ++u)
+        multiply<G, N>(q + (c + kStep * i + u) * W, group, key + kStep * i + u, kChunk, acc);
+    }
+  }
+  next = ahead;
+  store_scores<G, N>(acc, s);
+}
+
+template <int G, int N, int kStride>
+MLA_INLINE void scores_of_part(const float* q, size_t group, const float* key, int dims, Vec (&acc)[G][N],
+                               Ahead& ahead) {
+  for (int d = 0; d < dims; d += 4) {
+    MLA_UNROLL(2)
+    for (int u = 0; u < 2; ++u)
+      if (ahead.any()) ahead.step();
+    MLA_UNROLL(4)
+    for (int u = 0; u < 4; ++u) multiply<G, N>(q + (d + u) * W, group, key + d + u, kStride, acc);
+  }
+}
+
+// The same for floats whose tokens lie at strides known to the compiler: read where they are.
+template <int G, int kLatentStride, int kRopeStride>
+void scores_in_place(const float* q, const Tile<float>& tile, int first, const Problem& a, float* s, Ahead& next) {
+  constexpr int N = kBlock / G;
+  const size_t group = size_t(a.dim()) * W;
+  Ahead ahead = next;
+  Vec acc[G][N] = {};
+  scores_of_part<G, N, kLatentStride>(q, group, tile.latent[first], a.rank, acc, ahead);
+  if constexpr (kRopeStride > 0)
+    scores_of_part<G, N, kRopeStride>(q + a.rank * W, group, tile.rope[first], a.rope, acc, ahead);
+  next = ahead;
+  store_scores<G, N>(acc, s);
+}
+
+template <typename T>
+struct ScoresByRow {
+  using Function = void (*)(const float*, const Tile<T>&, int, const Problem&, float*, Ahead&);
+  Function one, two;  // for one group of rows and for two at once
+};
+
+template <typename T>
+constexpr ScoresByRow<T> kThroughBuffer = {scores_through_buffer<T, 1>, scores_through_buffer<T, 2>};
+template <int kLatentStride, int kRopeStride>
+constexpr ScoresByRow<float> kInPlace = {scores_in_place<1, kLatentStride, kRopeStride>,
+                                         scores_in_place<2, kLatentStride, kRopeStride>};
+
+// Buffered where the strides are not those of a packed cache.
+inline ScoresByRow<float> scores_for_strides(const Problem& a, int64_t latent, int64_t rope) {
+  const bool together = latent == a.dim() && (rope == latent || !a.rope), apart = latent == a.rank && rope == a.rope;
+  if (a.rank == 512 && a.rope == 64 && together) return kInPlace<576, 576>;
+  if (a.rank == 512 && a.rope == 64 && apart) return kInPlace<512, 64>;
+  if (a.rank == 512 && a.rope == 0 && together) return kInPlace<512, 0>;
+  if (a.rank == 256 && a.rope == 64 && together) return kInPlace<320, 320>;
+  if (a.rank == 256 && a.rope == 64 && apart) return kInPlace<256, 64>;
+  if (a.rank == 256 && a.rope == 32 && together) return kInPlace<288, 288>;
+  if (a.rank == 256 && a.rope == 32 && apart) return kInPlace<256, 32>;
+  return kThroughBuffer<float>;
+}
+
+// acc[r][t] += q[r] * token[t] over some dims, dims in the lanes.
+template <typename T, int R, int N>
+MLA_INLINE void products_by_dim(const float* q, int dim, const T* const* token, int dims, Vec (&acc)[R * N],
+                                Ahead& ahead) {
+  const T* from[N];
+  MLA_UNROLL(8)
+  for (int t = 0; t < N; ++t) from[t] = token[t];
+  for (int d = 0; d < dims; d += 2 * W) {
+    for (int b = 0; b < N * W * int(sizeof(T)) && ahead.any(); b += 64) ahead.step();  // half here, half in values()
+    Two key[N];
+    MLA_UNROLL(8)
+    for (int t = 0; t < N; ++t) key[t] = widen(from[t] + d);
+    MLA_UNROLL(8)
+    for (int r = 0; r < R; ++r) {
+      Vec x = load(q + r * dim + d), y = load(q + r * dim + d + W);
+      MLA_UNROLL(8)
+      for (int t = 0; t < N; ++t) acc[r * N + t] += x * key[t].x;
+      MLA_UNROLL(8)
+      for (int t = 0; t < N; ++t) acc[r * N + t] += y * key[t].y;
+    }
+  }
+}
+
+// S[token][row] for R rows and N tokens.
+template <typename T, int R, int N>
+MLA_INLINE void scores_by_dim(const float* q /*[R][dim]*/, const Tile<T>& tile, int first, const Problem& a, float* s,
+                              Ahead& next) {
+  Ahead ahead = next;
+  Vec acc[R * N] = {};
+  products_by_dim<T, R, N>(q, a.dim(), tile.latent + first, a.rank, acc, ahead);
+  products_by_dim<T, R, N>(q + a.rank, a.dim(), tile.rope + first, a.rope, acc, ahead);
+  next = ahead;
+  constexpr int n = R * N;
+  auto chain = [&](int i) MLA_INLINE_LAMBDA { return i < n ? acc[i < n ? i : 0] : Vec{}; };
+  MLA_UNROLL(8)
+  for (int i = 0; i < n; i += 4) {
+    Four x = sums(chain(i), chain(i + 1), chain(i + 2), chain(i + 3));
+    MLA_UNROLL(4)
+    for (int j = 0; j < 4; ++j)
+      if (i + j < n) s[(i + j) % N * W + (i + j) / N] = x[j];
+  }
+}
+
+constexpr int tokens_at_once(int rows) { return rows <= (MLA_REGISTERS == 32 ? 5 : 2) ? 4 : 2; }
+
+template <typename T, int R = 1>
+void scores_of_few(int rows, const float* q, const Tile<T>& tile, int first, const Problem& a, float* s, Ahead& ahead) {
+  if constexpr (R <= W / 2) {
+    if (rows != R) return scores_of_few<T, R + 1>(rows, q, tile, first, a, s, ahead);
+    constexpr int N = tokens_at_once(R);
+    for (int t = 0; t < kBlock; t += N) scores_by_dim<T, R, N>(q, tile, first + t, a, s + t * W, ahead);
+  }
+}
+
+}  // namespace
+}  // namespace mla::MLA_ISA

@@ -1,0 +1,179 @@
+"""The paths in plain MLX: what engines do today (`mlx`), and rows of one matmul (`mlx_rows`).
+
+Sequences of equal extent run as one batch. Others run one by one, as vllm-metal does: no masks, no
+padded work, and nothing outside [start, length) is touched, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..caches import PagedCache
+from ..plan import Plan
+from ..shapes import Shape
+from . import Call
+
+
+class Tokens(NamedTuple):
+    """Cached tokens of a few sequences of equal extent, and the queries that see at least one."""
+
+    q_nope: mx.array  # [b, heads, q, rank]
+    q_pe: mx.array | None  # [b, heads, q, rope]
+    latent: mx.array  # [b, 1, tokens, rank]
+    k_pe: mx.array | None  # [b, 1, tokens, rope]
+    mask: mx.array | None  # [q, tokens], True where query j sees the token; None: all see all
+
+
+Attention = Callable[[Tokens, float], mx.array]
+
+
+def run_mlx(call: Call) -> tuple[mx.array, mx.array | None]:
+    """What mlx-lm and vllm-metal do: MLX's attention on the latent, rope scores as its mask."""
+    return _run(call, _mlx)
+
+
+def run_mlx_rows(call: Call) -> tuple[mx.array, mx.array | None]:
+    """The same maths with heads and queries as rows of one matmul, so the latent is read once."""
+    return _run(call, _mlx_rows)
+
+
+def _mlx(t: Tokens, scale: float) -> mx.array:
+    mask = t.mask
+    if t.q_pe is not None and t.k_pe is not None:
+        scores = (t.q_pe * scale) @ t.k_pe.swapaxes(-1, -2)
+        mask = scores if mask is None else mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
+    return mx.fast.scaled_dot_product_attention(
+        t.q_nope, t.latent, t.latent, scale=scale, mask=mask
+    )
+
+
+def _mlx_rows(t: Tokens, scale: float) -> mx.array:
+    weights = mx.softmax(_scores(t, scale), axis=-1, precise=True)
+    batch, heads, q_len, rank = t.q_nope.shape
+    folded = weights.reshape(batch, 1, heads * q_len, -1) @ t.latent
+    return folded.reshape(batch, heads, q_len, rank)
+
+
+def _scores(t: Tokens, scale: float) -> mx.array:
+    """Scores `[b, heads, q, tokens]` in the arrays' dtype, -inf where the query sees nothing."""
+    batch, heads, q_len, _ = t.q_nope.shape
+
+    def product(q: mx.array, k: mx.array) -> mx.array:
+        return (q * scale).reshape(batch, 1, heads * q_len, -1) @ k.swapaxes(-1, -2)
+
+    scores = product(t.q_nope, t.latent)
+    if t.q_pe is not None and t.k_pe is not None:
+        scores = scores + product(t.q_pe, t.k_pe)
+    scores = scores.reshape(batch, heads, q_len, -1)
+    return scores if t.mask is None else mx.where(t.mask, scores, mx.array(-mx.inf, scores.dtype))
+
+
+def _log_sum_exp(t: Tokens, scale: float) -> mx.array:
+    """LSE `[b, heads, q]` from float32 scores: rounded to bfloat16 they would be off by units."""
+
+    def wide(x: mx.array | None) -> mx.array | None:
+        return None if x is None else x.astype(mx.float32)
+
+    exact = t._replace(
+        q_nope=t.q_nope.astype(mx.float32),
+        q_pe=wide(t.q_pe),
+        latent=t.latent.astype(mx.float32),
+        k_pe=wide(t.k_pe),
+    )
+    return mx.logsumexp(_scores(exact, scale), axis=-1)
+
+
+def _run(call: Call, attention: Attention) -> tuple[mx.array, mx.array | None]:
+    extents = list(zip(call.starts, call.lengths, strict=True))
+    if len(set(extents)) == 1:
+        return _sequences(call, slice(None), *extents[0], attention)
+    parts = [
+        _sequences(call, slice(b, b + 1), start, length, attention)
+        for b, (start, length) in enumerate(extents)
+    ]
+    out = mx.concatenate([out for out, _ in parts])
+    return out, mx.concatenate(
+        [lse for _, lse in parts if lse is not None]
+    ) if call.want_lse else None
+
+
+def _sequences(
+    call: Call, which: slice, start: int, length: int, attention: Attention
+) -> tuple[mx.array, mx.array | None]:
+    """Some sequences of the batch, all with tokens [start, length)."""
+    q_nope = call.q_nope[which]
+    q_pe = None if call.q_pe is None else call.q_pe[which]
+    batch, heads, q_len, rank = q_nope.shape
+    blind = min(q_len, max(0, q_len - (length - start)))  # leading queries that see no token
+    out = mx.zeros((batch, heads, blind, rank), q_nope.dtype)
+    lse = mx.full((batch, heads, blind), -mx.inf, mx.float32) if call.want_lse else None
+    if blind == q_len:
+        return out, lse
+    if blind:
+        q_nope, q_pe = q_nope[:, :, blind:], None if q_pe is None else q_pe[:, :, blind:]
+    latent, k_pe = _cached(call, which, start, length)
+    tokens = Tokens(q_nope, q_pe, latent, k_pe, _causal(q_len - blind, length - start))
+    seen = attention(tokens, call.scale)
+    out = mx.concatenate([out, seen], axis=2) if blind else seen
+    if lse is not None:
+        lse = mx.concatenate([lse, _log_sum_exp(tokens, call.scale)], axis=2)
+    return out, lse
+
+
+def _cached(call: Call, which: slice, start: int, length: int) -> tuple[mx.array, mx.array | None]:
+    """Tokens [start, length): latent `[b, 1, tokens, rank]`, rope keys `[b, 1, tokens, rope]`."""
+    cache = call.cache
+    if not isinstance(cache, PagedCache):
+        k_pe = None if cache.k_pe is None or call.q_pe is None else cache.k_pe
+        return (
+            cache.latent[which, :, start:length],
+            None if k_pe is None else k_pe[which, :, start:length],
+        )
+    rank = call.shape.geometry.kv_lora_rank
+    block_size = cache.latent.shape[1]
+    blocks = cache.latent[cache.block_tables[which, : -(-length // block_size)]]
+    batch = blocks.shape[0]
+    tokens = blocks.reshape(batch, 1, -1, blocks.shape[-1])[:, :, :length]
+    return tokens[..., :rank], tokens[..., rank:] if call.q_pe is not None else None
+
+
+def _causal(q_len: int, tokens: int) -> mx.array | None:
+    """`[q_len, tokens]`: query j sees all tokens but the last q_len - 1 - j."""
+    if q_len == 1:
+        return None
+    seen = mx.arange(tokens - q_len + 1, tokens + 1)[:, None]
+    return mx.arange(tokens)[None] < seen
+
+
+class MlxBackend:
+    """A device without kernels of our own: `mlx` and `mlx_rows` run, native plans are refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def digest(self) -> str:
+        return ""
+
+    def available(self) -> tuple[bool, str]:
+        return False, f"no native kernel for {self.name} is built in"
+
+    def tiles(self, rows: int) -> tuple[str, ...]:
+        return ()
+
+    def refusal(self, plan: Plan, shape: Shape) -> str | None:
+        return self.available()[1] if plan.native else None
+
+    def run(self, plan: Plan, call: Call) -> tuple[mx.array, mx.array | None]:
+        return run_mlx(call) if plan.path == "mlx" else run_mlx_rows(call)
+
+    def executed(self, ticket: int) -> Plan | None:
+        return None
+
+    def detail(self, ticket: int) -> dict[str, object]:
+        return {}
+
+    def self_check(self) -> tuple[bool, str]:
+        return self.available()

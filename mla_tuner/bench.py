@@ -1,0 +1,108 @@
+"""Every way to run given shapes, side by side in one process: the rows of `mla-tune bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from . import backends
+from .candidates import candidates
+from .device import Device
+from .evidence import Measurement
+from .measure import LiveRunners, Progress, machine_lock, measure
+from .plan import PATHS, Plan
+from .shapes import Bucket, Shape
+
+Row = dict[str, object]
+
+
+def plans_for(
+    shape: Shape,
+    device: Device,
+    *,
+    paths: Sequence[str] = PATHS,
+    partitions: Sequence[int] = (),
+    every: bool = False,
+) -> list[Plan]:
+    """The plans to compare on a shape: `mlx`, which all ratios need, and of each other path the
+    most promising one.
+
+    `partitions` asks for `split` with these counts instead; `every` for all the tuner's candidates.
+    Plans that can't run on this shape or device are left out.
+    """
+    backend = backends.get(device.backend)
+    known = [plan for plan in _known(shape, device) if plan.path in ("mlx", *paths)]
+    if not every:
+        known = list({plan.path: plan for plan in reversed(known)}.values())[::-1]
+    if partitions and "split" in paths:
+        tiles = backend.tiles(shape.rows)[:1]
+        wanted = [Plan("split", count, tile) for count in partitions if count > 1 for tile in tiles]
+        known = [plan for plan in known if plan.path != "split"] + wanted
+    return [plan for plan in known if backend.refusal(plan, shape) is None]
+
+
+def _known(shape: Shape, device: Device) -> list[Plan]:
+    """The tuner's candidates for exactly this shape, not for the bucket that it is rounded to."""
+    exact = Bucket(
+        shape.context,
+        shape.batch,
+        shape.heads,
+        shape.dtype,
+        *shape.geometry,
+        shape.q_len,
+        shape.layout,
+    )
+    return candidates(exact, device, backends.get(device.backend))
+
+
+def bench(
+    shapes: Sequence[Shape],
+    plans: Callable[[Shape], list[Plan]],
+    *,
+    device: Device,
+    budget_s: float,
+    progress: Progress | None = None,
+) -> Iterator[Row]:
+    """Rows of every plan on every shape; `budget_s` seconds are shared by the shapes.
+
+    All plans of a shape are timed in the same shuffled rounds. A plan that fails has a row without
+    times; `progress` is told of each measurement, failures with their message.
+
+    Raises:
+        BusyError: another process is timing on this machine.
+    """
+    runners = LiveRunners(device)
+    with machine_lock():
+        for shape in shapes:
+            found = measure(
+                shape,
+                plans(shape),
+                device=device,
+                budget_s=budget_s / len(shapes),
+                runner=runners(shape, 0),
+                progress=progress,
+            )
+            yield from map(row, found)
+
+
+def row(measurement: Measurement) -> Row:
+    """The JSON row of one measurement.
+
+    `gb_per_s` counts the cache once and `gflop_per_s` the operations of the scores and values,
+    whatever a path really does. `ratio_to_mlx` is a speed-up: time of `mlx` over time of this plan,
+    paired within rounds.
+    """
+    shape, plan, time_us = measurement.shape, measurement.plan, measurement.median_us
+    return {
+        "shape": str(shape),
+        "path": plan.path,
+        "partitions": plan.partitions,
+        "tile": plan.tile,
+        "median_us": time_us,
+        "p10_us": measurement.p10_us,
+        "p90_us": measurement.p90_us,
+        "ratio_to_mlx": measurement.ratio,
+        "gb_per_s": shape.cache_bytes / time_us / 1e3 if time_us else None,
+        "gflop_per_s": shape.flop / time_us / 1e3 if time_us else None,
+        "max_error": measurement.max_error,
+        "executed": str(measurement.executed) if measurement.executed else None,
+    }

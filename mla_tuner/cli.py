@@ -1,0 +1,482 @@
+"""The `mla-tune` command: every function here parses, calls one function, and prints.
+
+The only importer of click. What a command needs is imported when it runs, so that `--help` and
+`plan` start quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterable
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import __version__
+from . import device as devices
+from .device import CHOICES, MLX_VERSION, Device
+from .errors import StoreError, TunerError
+from .parse import DTYPE_NAMES, count, duration, several, word
+from .plan import PATHS
+from .shapes import (
+    DEEPSEEK,
+    GEOMETRIES,
+    LAYOUTS,
+    MAX_HEADS,
+    MAX_PARTITIONS,
+    MAX_Q_LEN,
+    Geometry,
+    Shape,
+    effective_batch,
+)
+
+if TYPE_CHECKING:
+    from .policy import Row
+    from .shapes import Bucket
+    from .store import Store
+
+Decorator = Callable[[Any], Any]
+# Options that may stand before a command, too.
+_SHARED = ("device", "db", "model", "geometry", "as_json")
+
+_dtype = word(DTYPE_NAMES)
+_layout = word({name: name for name in LAYOUTS})
+_path = word({name: name for name in PATHS})
+
+
+class Commands(click.Group):
+    """Known failures become one line and exit code 1."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.obj = shlex.join(["mla-tune", *args])  # to say how a run is continued
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TunerError as error:
+            raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt as error:
+            text = f"interrupted; finished buckets are stored. To continue: {ctx.obj}"
+            raise click.ClickException("interrupted" if ctx.invoked_subcommand else text) from error
+
+
+# --- options -----------------------------------------------------------------------------------
+
+
+def options(*decorators: Decorator) -> Decorator:
+    """Several options as one decorator, in the order in which help lists them."""
+
+    def apply(command: Any) -> Any:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return apply
+
+
+def option(
+    name: str,
+    parse: Callable[[str], Any],
+    metavar: str,
+    text: str,
+    default: str | None = None,
+    **more: Any,
+) -> Decorator:
+    """An option whose text `parse` reads; its default stands in its help."""
+
+    def convert(value: Any) -> Any:
+        try:
+            return parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    shown = default is not None
+    more |= {"type": convert, "metavar": metavar, "default": default, "show_default": shown}
+    return click.option(name, help=text, **more)
+
+
+def _inherited(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """An option given before the command's name holds for the command too."""
+    root = ctx.find_root()
+    return root.params.get(param.name or "") if value is None and ctx is not root else value
+
+
+db_option = click.option(
+    "--db",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_inherited,
+    help="Tuning database.  [default: MLA_TUNER_DB, else one in your data folder]",
+)
+json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    default=None,
+    callback=_inherited,
+    help="Print the result as JSON on stdout.",
+)
+device_option = click.option(
+    "--device",
+    type=click.Choice(CHOICES),
+    callback=_inherited,
+    help="Where to run.  [default: auto, MLX's own default device]",
+)
+model_option = click.option(
+    "--model",
+    metavar="NAME|config.json",
+    callback=_inherited,
+    help="Take heads and geometry from this model, or from its Hugging Face config.json.",
+)
+geometry_option = option(
+    "--geometry",
+    word({str(each): each for each in GEOMETRIES}),
+    "RANK+ROPE",
+    f"kv_lora_rank + rope_dim of the cache.  [default: the model's, else {DEEPSEEK}]",
+    callback=_inherited,
+)
+lengths_option = option(
+    "--lengths",
+    several(count(0, 1 << 31), repeats=True),
+    "N,N,..",
+    "One ragged batch: each sequence's context.",
+)
+
+
+def grid_options(contexts: str, batches: str, heads: str, least: int) -> Decorator:
+    """Lists of shapes, of which every combination is taken; with the defaults of one command."""
+    tokens, sequences = several(count(least, 1 << 20)), several(count(1, 256))
+    queries, q_lens = several(count(1, MAX_HEADS)), several(count(1, MAX_Q_LEN))
+    query_heads = f"Query heads on this device.  [default: the model's, else {heads}]"
+    caches = "Cache layouts: paged (vllm-metal), dense (mlx-lm)."
+    return options(
+        model_option,
+        option("--contexts", tokens, "N,N,..", "Tokens of the longest sequence.", contexts),
+        option("--batches", sequences, "N,N,..", "Sequences decoded together.", batches),
+        option("--heads", queries, "N,N,..", query_heads),
+        option("--dtypes", several(_dtype), "D,D,..", "Also float16, float32.", "bfloat16"),
+        option("--q-lens", q_lens, "N,N,..", "Query tokens of each sequence.", "1"),
+        option("--layouts", several(_layout), "L,L", caches, "paged"),
+        geometry_option,
+    )
+
+
+def budget_option(default: str) -> Decorator:
+    """How long a command may take."""
+    return option("--budget", duration, "TIME", "Wall-clock time: 90s, 5m, 1h.", default)
+
+
+# --- commands ----------------------------------------------------------------------------------
+
+
+@click.group(
+    cls=Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@options(
+    device_option,
+    budget_option("5m"),
+    db_option,
+    grid_options("1k,2k,4k,8k,16k,32k", "1,2,4,8", "16,128", 1 << 10),
+    json_option,
+)
+@click.version_option(__version__)
+@click.pass_context
+def main(ctx: click.Context, /, **params: Any) -> None:
+    """Measure every way to run MLA decode on this device, and store the fastest for each shape.
+
+    Without a command it tunes: likely shapes first, until the budget is used. The next run goes on
+    where this one stopped. --device, --db, --model, --geometry and --json may also stand before a
+    command.
+    """
+    if ctx.invoked_subcommand is None:
+        _tune(ctx.obj, **params)
+    else:
+        _refuse_unused(ctx)
+
+
+def _tune(
+    again: str,
+    device: str | None,
+    budget: float,
+    db: Path | None,
+    as_json: bool | None,
+    **grid: Any,
+) -> None:
+    from . import answers, report, tuner
+    from .store import Store
+
+    heads, geometry = _model(grid.pop("model"), grid.pop("heads"), grid.pop("geometry"), (16, 128))
+    here = _device(device)
+    _note_missing_kernel(here)
+    buckets = tuner.default_buckets(heads=heads, geometry=geometry, **grid)
+    with Store(_db(db)) as store, report.Progress() as progress:
+        before = _winners(store, here, buckets)
+        progress.line(report.start(here, len(buckets), [row.day for row in before], budget))
+        summary = tuner.tune(store, here, buckets, budget_s=budget, progress=progress)
+        rows = _winners(store, here, buckets)
+    answer = answers.tune_answer(summary, rows, here, _db(db), again)
+    _print(answer, report.tuned(answer), as_json)
+
+
+@main.command()
+@options(device_option, db_option, json_option)
+def probe(device: str | None, db: Path | None, as_json: bool | None) -> None:
+    """Show the device, the versions, and what works here; and why not what doesn't."""
+    from . import report
+    from .overview import overview
+
+    answer = overview(_device(device), _db(db))
+    _print(answer, report.overviewed(answer), as_json)
+
+
+@main.command()
+@options(
+    model_option,
+    option("--context", count(0, 1 << 31), "N", "Tokens of the longest sequence."),
+    option("--batch", count(1, 1 << 16), "N", "Sequences.  [default: 1]"),
+    option("--heads", count(1, MAX_HEADS), "N", "Query heads.  [default: the model's]"),
+    option("--dtype", _dtype, "D", "Or float16, float32.", "bfloat16"),
+    option("--q-len", count(1, MAX_Q_LEN), "N", "Query tokens of each sequence.", "1"),
+    option("--layout", _layout, "L", "Cache layout: paged or dense.", "paged"),
+    *(lengths_option, geometry_option, device_option, db_option, json_option),
+)
+def plan(device: str | None, db: Path | None, as_json: bool | None, **params: Any) -> None:
+    """Show what serving would run for one shape, where the choice comes from, and why."""
+    from . import answers, report
+    from .policy import Policy
+
+    shape = _one_shape(**params)
+    here = _device(device)
+    _note_missing_kernel(here)
+    decision = Policy.load(_db(db), here).decide(
+        *(shape.context, effective_batch(shape.all_lengths), shape.heads, shape.dtype),
+        *(shape.q_len, shape.geometry, shape.layout),
+    )
+    answer = answers.plan_answer(decision, here)
+    _print(answer, report.decision(answer), as_json)
+
+
+@main.command()
+@options(
+    budget_option("60s"),
+    grid_options("4k,32k", "1", "16", 1),
+    lengths_option,
+    option("--paths", several(_path), "P,P,..", "Paths to time; mlx always is.", ",".join(PATHS)),
+    option("--partitions", several(count(2, MAX_PARTITIONS)), "N,N,..", "Counts for split."),
+    click.option("--all", "every", is_flag=True, help="All candidates, not the likely best ones."),
+    *(device_option, json_option),
+)
+def bench(device: str | None, budget: float, as_json: bool | None, **params: Any) -> None:
+    """Time every path on given shapes, side by side in one process; nothing is stored."""
+    from . import bench as benchmark
+    from . import report
+
+    choice = {name: params.pop(name) for name in ("paths", "partitions", "every")}
+    shapes = _shapes(**params)
+    here = _device(device)
+    _note_missing_kernel(here)
+    with report.Progress() as progress:
+        rows = benchmark.bench(
+            shapes,
+            lambda shape: benchmark.plans_for(shape, here, **choice),
+            device=here,
+            budget_s=budget,
+            progress=progress.measured,
+        )
+        answer = list(rows)
+    _print(answer, report.benched(answer), as_json)
+    if not any(row["median_us"] for row in answer):
+        raise click.ClickException("nothing could be timed: see above, or give a longer --budget")
+
+
+@main.command()
+@options(budget_option("25s"), device_option, db_option, json_option)
+def verify(device: str | None, budget: float, db: Path | None, as_json: bool | None) -> None:
+    """Check every kernel variant for correctness, then time a sample of stored plans again.
+
+    Exit code 1 when a result is wrong or a stored plan has become slower than mlx.
+    """
+    from . import answers, report
+    from . import verify as verification
+
+    here = _device(device)
+    _note_missing_kernel(here)
+    with report.Progress() as progress:
+        found = verification.verify(here, _db(db), budget, progress.note)
+    answer = answers.verify_answer(here, *found)
+    _print(answer, report.verified(answer), as_json)
+    if not answer["ok"]:
+        raise click.ClickException("a result is wrong, or a plan is slower than mlx: see above")
+
+
+@main.group()
+def db() -> None:
+    """Look after the tuning database."""
+
+
+@db.command("path")
+@options(db_option, json_option)
+def db_path(db: Path | None, as_json: bool | None) -> None:
+    """Print where the database is."""
+    path = str(_db(db))
+    _print({"path": path}, [path], as_json)
+
+
+@db.command("check")
+@options(db_option, json_option)
+def db_check(db: Path | None, as_json: bool | None) -> None:
+    """Look for damage, and count the rows. Exit code 1 when it is damaged."""
+    from . import report
+
+    with _existing_store(db) as store:
+        answer = store.check()
+    _print(answer, report.checked(answer), as_json)
+    if not answer["ok"]:
+        raise click.ClickException(f"{answer['path']} is damaged")
+
+
+@db.command("rebuild")
+@options(db_option, json_option)
+def db_rebuild(db: Path | None, as_json: bool | None) -> None:
+    """Derive all winners and thresholds anew from the evidence."""
+    with _existing_store(db) as store:
+        answer = {"path": str(store.path), "plans": store.rebuild()}
+    text = f"{answer['plans']} plans derived from the evidence in {answer['path']}"
+    _print(answer, [text], as_json)
+
+
+# --- inside ------------------------------------------------------------------------------------
+
+
+def _refuse_unused(ctx: click.Context) -> None:
+    """Options of tuning that stand before another command would be lost without a word."""
+    for param in ctx.command.params:
+        given = ctx.get_parameter_source(param.name or "")
+        if param.name not in _SHARED and given is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                f"{param.opts[0]} stands before {ctx.invoked_subcommand!r}; "
+                "if that command takes it, put it behind"
+            )
+
+
+def _device(choice: str | None) -> Device:
+    """The chosen device, on which MLX runs from here on."""
+    here = devices.probe(choice or "auto")
+    devices.use(here)
+    return here
+
+
+def _note_missing_kernel(here: Device) -> None:
+    from . import backends
+
+    available, reason = backends.get(here.backend).available()
+    if not available and here.backend != "cpu":  # the CPU back end warns by itself
+        click.echo(f"{reason}; only the mlx paths run", err=True)
+
+
+def _db(path: Path | None) -> Path:
+    from .policy import default_path
+
+    return path.expanduser() if path else default_path()
+
+
+def _existing_store(path: Path | None) -> Store:
+    from .store import Store
+
+    found = _db(path)
+    if not found.exists():
+        raise StoreError(f"no database at {found}: run mla-tune")
+    return Store(found)
+
+
+def _winners(store: Store, here: Device, buckets: Iterable[Bucket]) -> list[Row]:
+    """Stored winners of these buckets that count for this kernel and MLX release."""
+    from . import backends
+
+    wanted, kernel = set(buckets), backends.get(here.backend).digest()
+    return [
+        row
+        for row in store.plans(here.key)
+        if row.bucket in wanted and (row.kernel, row.mlx) == (kernel, MLX_VERSION)
+    ]
+
+
+def _model(
+    model: str | None,
+    heads: tuple[int, ...] | None,
+    geometry: Geometry | None,
+    default_heads: tuple[int, ...],
+) -> tuple[tuple[int, ...], Geometry]:
+    """Heads and geometry: as given, else the model's, else the defaults."""
+    if model is None:
+        return heads or default_heads, geometry or DEEPSEEK
+    from .models import resolve
+
+    found = resolve(model)
+    return heads or (found.heads,), geometry or found.geometry
+
+
+def _one_shape(
+    context: int | None,
+    batch: int | None,
+    lengths: tuple[int, ...] | None,
+    model: str | None,
+    heads: int | None,
+    geometry: Geometry | None,
+    **rest: Any,
+) -> Shape:
+    """The shape that `plan` is asked about. Wrong combinations are usage errors."""
+    all_heads, of_model = _model(model, (heads,) if heads else None, geometry, ())
+    if not all_heads:
+        raise click.UsageError("give --heads, or a --model that has them")
+    if lengths is None and context is None:
+        raise click.UsageError("give --context, or --lengths for a ragged batch")
+    try:
+        return Shape(
+            context=max(lengths or ()) if context is None else context,
+            batch=batch or len(lengths or (context,)),
+            heads=all_heads[0],
+            geometry=of_model,
+            lengths=lengths or (),
+            **rest,
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _shapes(
+    model: str | None,
+    heads: tuple[int, ...] | None,
+    geometry: Geometry | None,
+    lengths: tuple[int, ...] | None,
+    **lists: Any,
+) -> list[Shape]:
+    """Every combination of the lists that `bench` was given."""
+    all_heads, of_model = _model(model, heads, geometry, (16,))
+    if lengths and not any(lengths):
+        raise click.UsageError("give at least one length above 0")
+    if lengths:
+        lists |= {"contexts": (max(lengths),), "batches": (len(lengths),)}
+    names = ("layouts", "q_lens", "dtypes", "batches", "contexts")
+    return [
+        Shape(context, batch, each, dtype, of_model, q_len, layout, lengths or ())
+        for each in all_heads
+        for layout, q_len, dtype, batch, context in product(*(lists[name] for name in names))
+    ]
+
+
+def _print(answer: object, text: Iterable[Any], as_json: bool | None) -> None:
+    """The result on stdout, as JSON or as what `report` can show."""
+    if as_json:
+        from .answers import finite
+
+        click.echo(json.dumps(finite(answer), indent=2, allow_nan=False))
+    else:
+        from . import report
+
+        report.show(text)

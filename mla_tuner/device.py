@@ -1,0 +1,418 @@
+"""The device that plans are measured for: its identity, its software, and the state it is in."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import mlx.core as mx
+
+from .errors import DeviceError
+
+MLX_VERSION = str(vars(mx)["__version__"])  # missing in MLX's type stubs
+CHOICES = ("auto", "cpu", "cuda", "metal")
+GB = 1 << 30
+# A larger last-level cache than this is a virtual machine's invention; rotating three times its
+# size would fill the memory.
+MAX_CACHE_BYTES = GB
+DEFAULT_CACHE_BYTES = 32 << 20
+# No Apple chip tells the size of its system-level cache; this is the largest one known (Ultra).
+APPLE_CACHE_BYTES = 96 << 20
+
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+# What the kernels of csrc/ are compiled with, widest first.
+_X86_LEVELS = (
+    ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    ("avx2", {"avx2", "fma", "f16c"}),
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Identity of one device. `cores` are those this process may use; None where unknown.
+
+    `memory_gb` counts GiB, rounded. `cache_bytes` is the last-level cache: measuring rotates over
+    several times as much data. `name` is for people and is no part of the identity.
+    """
+
+    backend: str
+    architecture: str
+    family: str
+    cores: int | None
+    memory_gb: int
+    name: str
+    cache_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Text that plans are stored under, e.g. `cpu/x86_64-avx512/2c/24gb`."""
+        cores = "?" if self.cores is None else self.cores
+        return f"{self.backend}/{self.architecture}/{cores}c/{self.memory_gb}gb"
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _command_output(command: Sequence[str]) -> bytes:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=5, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return b""
+
+
+@dataclass(frozen=True)
+class System:
+    """Where facts about this machine are read; tests put recorded answers in its place."""
+
+    os_name: str = sys.platform
+    machine: str = platform.machine()
+    root: Path = Path("/")
+    usable_cpus: Callable[[], int] = _usable_cpus
+    command: Callable[[Sequence[str]], bytes] = _command_output
+
+    def read(self, path: str | PurePosixPath) -> str:
+        """Text of a file below `root`, stripped; empty when it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def sysctl(self, name: str) -> str:
+        """One kernel value of macOS; empty when there is none of that name."""
+        return self.command(["sysctl", "-n", name]).decode(errors="replace").strip()
+
+    @property
+    def macos(self) -> bool:
+        """True on macOS."""
+        return self.os_name == "darwin"
+
+
+SYSTEM = System()
+
+
+def probe(choice: str = "auto", system: System = SYSTEM) -> Device:
+    """The device named by `choice`: `auto`, `cpu`, `cuda` or `metal`.
+
+    `auto` is the type of MLX's default device. Raises DeviceError when the named one is not there.
+    """
+    if choice not in CHOICES:
+        raise DeviceError(f"expected device in {', '.join(CHOICES)}; got {choice!r}")
+    gpu, info = _gpu()
+    if choice == "auto":
+        choice = gpu if gpu and mx.default_device().type == mx.gpu else "cpu"
+    if choice == "cpu":
+        return cpu_device(system)
+    if choice != gpu:
+        there = f"cpu and {gpu}" if gpu else "cpu only"
+        raise DeviceError(f"no {choice} device here: MLX {MLX_VERSION} sees {there}")
+    return metal_device(info, system) if gpu == "metal" else cuda_device(info, _cuda_attributes())
+
+
+def use(device: Device) -> None:
+    """Make MLX run on this device from now on."""
+    mx.set_default_device(mx.cpu if device.backend == "cpu" else mx.gpu)
+
+
+def _gpu() -> tuple[str, Mapping[str, object]]:
+    """Kind of MLX's GPU (empty when there is none) and what MLX tells about it."""
+    kind = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else ""
+    if not kind:
+        return "", {}
+    # MLX's CUDA build answers "available" on machines without a GPU, and then knows no name.
+    info = mx.device_info(mx.gpu)
+    return (kind, info) if info.get("device_name") else ("", {})
+
+
+# --- CPU ---------------------------------------------------------------------------------------
+
+
+def cpu_device(system: System = SYSTEM) -> Device:
+    """This machine's CPU, as far as this process may use it."""
+    architecture = _cpu_architecture(system)
+    return Device(
+        backend="cpu",
+        architecture=architecture,
+        family=architecture,
+        cores=usable_cores(system),
+        memory_gb=max(1, round(_memory_bytes(system) / GB)),
+        name=_cpu_name(system) or architecture,
+        cache_bytes=last_level_cache(system)[0],
+    )
+
+
+def usable_cores(system: System = SYSTEM) -> int:
+    """Cores that affinity and cgroup quotas leave to this process, at least 1.
+
+    A quota of 1.5 cores counts as 1: a second thread would be stopped in the middle of a kernel.
+    """
+    quota = min((_quota(system, folder) for folder in _cgroups(system, "cpu")), default=math.inf)
+    cores = system.usable_cpus()
+    return max(1, cores if quota >= cores else int(quota))
+
+
+def last_level_cache(system: System = SYSTEM) -> tuple[int, str]:
+    """Bytes of the CPU's last-level cache, and where the number comes from."""
+    if system.macos:
+        sizes = [_number(system.sysctl(f"hw.{name}")) for name in ("l3cachesize", "l2cachesize")]
+        size, source = next((size for size in sizes if size), 0), "sysctl"
+    else:
+        size, source = _sysfs_cache(system), "sysfs"
+        if not size:
+            names = [f"LEVEL{level}_CACHE_SIZE" for level in (4, 3, 2)]
+            sizes = [_number(system.command(["getconf", name]).decode()) for name in names]
+            size, source = next((size for size in sizes if size), 0), "getconf"
+    if not size:
+        return DEFAULT_CACHE_BYTES, f"unknown; {DEFAULT_CACHE_BYTES >> 20} MB assumed"
+    if size > MAX_CACHE_BYTES:
+        return MAX_CACHE_BYTES, f"{source} says {size >> 20} MB, not believed; 1024 MB assumed"
+    return size, source
+
+
+def _cpu_architecture(system: System) -> str:
+    machine = _MACHINES.get(system.machine.lower(), system.machine.lower())
+    if machine == "aarch64":
+        return "aarch64-neon"
+    if machine != "x86_64":
+        return f"{machine}-generic"
+    flags = _cpu_flags(system)
+    level = next((name for name, needed in _X86_LEVELS if needed <= flags), "sse2")
+    return f"{machine}-{level}"
+
+
+def _cpu_flags(system: System) -> set[str]:
+    if system.macos:
+        names = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
+        return set(" ".join(system.sysctl(name) for name in names).lower().split())
+    return set(_cpuinfo(system, "flags").lower().split())
+
+
+def _cpu_name(system: System) -> str:
+    if system.macos:
+        return system.sysctl("machdep.cpu.brand_string")
+    return _cpuinfo(system, "model name")
+
+
+def _cpuinfo(system: System, field: str) -> str:
+    match = re.search(rf"^{field}\s*:(.*)$", system.read("proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else ""
+
+
+def _memory_bytes(system: System) -> int:
+    """Physical memory, or less where a cgroup limits this process."""
+    if system.macos:
+        return _number(system.sysctl("hw.memsize"))
+    match = re.search(r"^MemTotal:\s*(\d+) kB", system.read("proc/meminfo"), re.MULTILINE)
+    limits = [int(match[1]) * 1024] if match else []
+    for folder in _cgroups(system, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # cgroup v2, v1
+            limits.append(_number(system.read(folder / name)))
+    return min((limit for limit in limits if limit), default=0)
+
+
+def _cgroups(system: System, controller: str) -> Iterator[PurePosixPath]:
+    """Folders whose limits bind this process, innermost first, for cgroup v2 and v1.
+
+    In a container the path may name folders of the host that are not visible: those read empty,
+    and the mounted root, which comes last, holds the container's own limit.
+    """
+    for line in system.read("proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = PurePosixPath("sys/fs/cgroup", controller if controllers else "")
+        folder = PurePosixPath(path.lstrip("/"))
+        for part in (folder, *folder.parents):
+            yield base / part
+
+
+def _quota(system: System, folder: PurePosixPath) -> float:
+    """Cores that one cgroup folder allows; infinite without a limit."""
+    quota, _, period = system.read(folder / "cpu.max").partition(" ")  # cgroup v2
+    if not period:
+        quota = system.read(folder / "cpu.cfs_quota_us")  # v1, -1 for no limit
+        period = system.read(folder / "cpu.cfs_period_us")
+    limit, length = _number(quota), _number(period)
+    return limit / length if limit and length else math.inf
+
+
+def _sysfs_cache(system: System) -> int:
+    sizes = {}
+    for index in range(8):
+        folder = PurePosixPath(f"sys/devices/system/cpu/cpu0/cache/index{index}")
+        if system.read(folder / "type") in ("Data", "Unified"):
+            level = _number(system.read(folder / "level"))
+            sizes[level] = _number(system.read(folder / "size"))
+    return sizes[max(sizes)] if sizes else 0
+
+
+def _number(text: str) -> int:
+    """A positive number with an optional K or M; 0 for anything else ("max", "-1", nothing)."""
+    match = re.fullmatch(r"(\d+)([KM]?)", text.strip())
+    return int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]] if match else 0
+
+
+# --- GPU ---------------------------------------------------------------------------------------
+
+
+def metal_device(info: Mapping[str, object], system: System = SYSTEM) -> Device:
+    """An Apple GPU, from MLX's device info and the I/O registry."""
+    name = str(info["device_name"])
+    architecture = str(info.get("architecture") or "unknown")
+    chip = re.search(r"\bM\d+", name)
+    return Device(
+        backend="metal",
+        architecture=architecture,
+        family=f"apple-{chip[0].lower()}" if chip else f"apple-{architecture}",
+        cores=_metal_cores(system),
+        memory_gb=_info_gb(info),
+        name=name,
+        cache_bytes=APPLE_CACHE_BYTES,
+    )
+
+
+def _metal_cores(system: System) -> int | None:
+    """GPU cores; None in virtual machines, whose registry has no such entry."""
+    import plistlib
+
+    try:
+        entries = plistlib.loads(
+            system.command(["ioreg", "-a", "-r", "-d", "1", "-c", "AGXAccelerator"])
+        )
+        cores = entries[0]["gpu-core-count"]
+    except Exception:  # plistlib raises whatever its XML parser does
+        return None
+    return cores if isinstance(cores, int) and 0 < cores < 1024 else None
+
+
+def cuda_device(info: Mapping[str, object], attributes: Mapping[str, int]) -> Device:
+    """An NVIDIA GPU, from MLX's device info and the driver's `cores` and `cache_bytes`."""
+    architecture = str(info.get("architecture") or "unknown")
+    return Device(
+        backend="cuda",
+        architecture=architecture,
+        family="nvidia-" + architecture.replace("_", ""),
+        cores=attributes.get("cores"),
+        memory_gb=_info_gb(info),
+        name=str(info["device_name"]),
+        cache_bytes=attributes.get("cache_bytes", DEFAULT_CACHE_BYTES),
+    )
+
+
+def _cuda_attributes() -> dict[str, int]:
+    """Multiprocessors and L2 bytes of the first visible GPU; empty where the driver won't tell."""
+    import ctypes
+
+    numbers = {
+        "cores": 16,
+        "cache_bytes": 38,
+    }  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _L2_CACHE_SIZE
+    device, value, found = ctypes.c_int(), ctypes.c_int(), {}
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+            return {}
+        for name, number in numbers.items():
+            failed = driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+            if not failed and value.value > 0:
+                found[name] = value.value
+    except (OSError, AttributeError):
+        return {}
+    return found
+
+
+def _info_gb(info: Mapping[str, object]) -> int:
+    size = info.get("memory_size") or info.get("total_memory") or 0  # Metal, CUDA
+    return max(1, round(size / GB)) if isinstance(size, int) else 1
+
+
+# --- software and state --------------------------------------------------------------------------
+
+
+def software(system: System = SYSTEM) -> dict[str, str]:
+    """Versions that a measurement depends on: mla_tuner, mlx, python, os, kernel, and driver."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        own = version("mla-tuner")
+    except PackageNotFoundError:
+        own = "not installed"
+    versions = {"mla_tuner": own, "mlx": MLX_VERSION, "python": platform.python_version()}
+    if system.macos:
+        product, build = (
+            system.command(["sw_vers", f"-{part}"]).decode(errors="replace").strip()
+            for part in ("productVersion", "buildVersion")
+        )
+        # The Metal compiler ships with the system: the build counts, not only the version.
+        versions["os"] = f"macOS {product} ({build})"
+    else:
+        release = re.search(
+            r'^PRETTY_NAME="?([^"\n]*)', system.read("etc/os-release"), re.MULTILINE
+        )
+        versions["os"] = release[1] if release else system.os_name
+    versions["kernel"] = platform.release()
+    driver = re.search(
+        r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", system.read("proc/driver/nvidia/version")
+    )
+    if driver:
+        versions["driver"] = driver[1]
+    return versions
+
+
+def conditions(system: System = SYSTEM) -> dict[str, object]:
+    """State of the machine that moves timings, as far as it can be read; never raises.
+
+    Keys, each only where known: `load_1m`, `power` (mains or battery), `temperature_c`, `governor`,
+    `speed_limit_percent`, `low_power_mode`.
+    """
+    found: dict[str, object] = {}
+    try:
+        found["load_1m"] = round(os.getloadavg()[0], 2)
+        found.update(_macos_conditions(system) if system.macos else _linux_conditions(system))
+    except Exception as error:  # whatever a strange machine answers, tuning goes on
+        found["unreadable"] = str(error)
+    return found
+
+
+def _linux_conditions(system: System) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for folder in sorted(system.root.glob("sys/class/power_supply/*")):
+        supply = folder.relative_to(system.root).as_posix()
+        if system.read(f"{supply}/type") == "Mains":
+            found["power"] = "mains" if system.read(f"{supply}/online") == "1" else "battery"
+    zones = system.root.glob("sys/class/thermal/thermal_zone*/temp")
+    heats = [_number(system.read(zone.relative_to(system.root).as_posix())) for zone in zones]
+    if any(heats):
+        found["temperature_c"] = max(heats) / 1000
+    governor = system.read("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    if governor:
+        found["governor"] = governor
+    return found
+
+
+def _macos_conditions(system: System) -> dict[str, object]:
+    found: dict[str, object] = {}
+    battery = system.command(["pmset", "-g", "batt"]).decode(errors="replace")
+    source = re.search(r"Now drawing from '(AC|Battery)", battery)
+    if source:
+        found["power"] = "mains" if source[1] == "AC" else "battery"
+    thermal = system.command(["pmset", "-g", "therm"]).decode(errors="replace")
+    limit = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", thermal)
+    if limit:
+        found["speed_limit_percent"] = int(limit[1])
+    mode = re.search(
+        r"lowpowermode\s+(\d)", system.command(["pmset", "-g"]).decode(errors="replace")
+    )
+    if mode:
+        found["low_power_mode"] = mode[1] == "1"
+    return found

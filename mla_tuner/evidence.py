@@ -1,0 +1,161 @@
+"""Measurements, and what follows from them: intervals, losers, ties, the verdict. Pure functions.
+
+Samples of one call of `measure` pair by index: `samples_us[i]` of two plans come from the same
+round, whatever the clock did in the meantime. Only times of the same rounds are ever compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import comb, erfc, sqrt
+from statistics import median
+
+from .plan import MLX, Plan
+from .shapes import Shape
+
+STATUSES = ("ok", "wrong", "error", "timeout")
+MIN_GAIN = 1.02  # a plan replaces mlx only where its interval's lower end clears this speed-up
+TIE = 1.02  # closer than this, nobody notices: fewer partitions win
+OVERLAP_TIE = 1.05  # an interval that reaches 1 makes a tie too, but not at any price
+MIN_ROUNDS = 6  # fewer pairs have no 95 % interval: all of them on one side is 3 % luck at six
+CONFIDENCE = 0.95
+LOSER_P = 0.02  # six rounds lost out of six
+FAR_BEHIND = 1.5  # so much slower in every round: two rounds are enough
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one plan did on one shape. Times are of one call, in microseconds.
+
+    `ratio` is time(mlx) / time(plan), the speed-up, paired within rounds; its interval needs six
+    pairs and is None with fewer. `samples_us[i]` belongs to round i. `executed` is the plan that
+    really ran. Anything but `ok` has a one-line message and no times.
+    """
+
+    shape: Shape
+    plan: Plan
+    status: str = "ok"
+    message: str = ""
+    max_error: float | None = None
+    rounds: int = 0
+    median_us: float | None = None
+    p10_us: float | None = None
+    p90_us: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    samples_us: tuple[float, ...] = field(default=(), repr=False)
+    executed: Plan | None = None
+
+
+def median_interval(
+    values: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, float] | None:
+    """Interval that holds the true median, by order statistics: no distribution is assumed.
+
+    The count of values below the true median is binomial(n, 1/2), so the k-th smallest and k-th
+    largest value enclose it with probability 1 - 2 P(count < k). The narrowest pair that keeps the
+    confidence is taken. None below six values: even their full range holds it less than 95 % of
+    the time.
+    """
+    n = len(values)
+    outside, k = 0.0, 0
+    while True:  # k-th smallest and largest stay inside while the tails beyond them are light
+        tail = outside + comb(n, k) / 2.0**n
+        if 2 * tail > 1 - confidence:
+            break
+        outside, k = tail, k + 1
+    if k == 0:
+        return None
+    ordered = sorted(values)
+    return ordered[k - 1], ordered[n - k]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which a share (0..1) of the values lies, interpolated."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def slower_p(log_ratios: Sequence[float]) -> float:
+    """One-sided p of the signed-rank test that the logs of paired ratios lie above 0.
+
+    Exact up to 25 pairs (the counts of rank subsets), normal approximation above. Zeros count as
+    ties and are left out.
+    """
+    values = sorted((x for x in log_ratios if x != 0.0), key=abs)
+    n = len(values)
+    if n == 0:
+        return 1.0
+    positive = sum(rank for rank, value in enumerate(values, 1) if value > 0)
+    if n > 25:
+        spread = sqrt(n * (n + 1) * (2 * n + 1) / 24)
+        return 0.5 * erfc((positive - n * (n + 1) / 4) / spread / sqrt(2))
+    counts = [1] + [0] * (n * (n + 1) // 2)  # counts[s]: rank subsets that sum to s
+    for rank in range(1, n + 1):
+        for total in range(len(counts) - 1, rank - 1, -1):
+            counts[total] += counts[total - rank]
+    return sum(counts[positive:]) / 2.0**n
+
+
+def paired(plan: Sequence[float], other: Sequence[float]) -> list[float]:
+    """time(plan) / time(other) of the rounds that both were timed in."""
+    return [a / b for a, b in zip(plan, other, strict=False)]
+
+
+def tied(measurement: Measurement, leader: Measurement) -> bool:
+    """Whether a plan is as good as the leader for all that anybody can tell."""
+    ratios = paired(measurement.samples_us, leader.samples_us)
+    behind = median(ratios)
+    if behind <= TIE:
+        return True
+    interval = median_interval(ratios)
+    return behind <= OVERLAP_TIE and interval is not None and interval[0] <= 1.0
+
+
+def finalist(measurements: Sequence[Measurement]) -> Measurement | None:
+    """The plan that should meet `mlx` in the final duel; None where none can win it.
+
+    The leader has the lowest median of those timed in every round; of the plans tied with it the
+    one with the fewest partitions is taken, then the first in the order given.
+    """
+    timed = [m for m in measurements if m.status == "ok" and m.plan != MLX]
+    if not timed:
+        return None
+    longest = max(len(m.samples_us) for m in timed)
+    full = [m for m in timed if len(m.samples_us) == longest]  # the others left as losers
+    leader = min(full, key=lambda m: median(m.samples_us))
+    if leader.ratio is not None and leader.ratio * FAR_BEHIND < 1:
+        return None
+    if leader.ratio_high is not None and leader.ratio_high < MIN_GAIN:
+        return None
+    rivals = [m for m in full if tied(m, leader)]
+    return min(rivals, key=lambda m: m.plan.partitions)
+
+
+def verdict(duel: Sequence[Measurement]) -> tuple[Measurement, str] | None:
+    """The winner of a final duel, and the sentence that says why.
+
+    Only an interval whose lower end clears `MIN_GAIN` replaces `mlx`. None where the duel decides
+    nothing: `mlx` itself has no time, or the budget left too few rounds.
+    """
+    default = next((m for m in duel if m.plan == MLX and m.status == "ok"), None)
+    if default is None:
+        return None
+    rival = next((m for m in duel if m.plan != MLX), None)
+    if rival is None:
+        return default, "no other plan came close to mlx"
+    if rival.status == "timeout":
+        return None
+    if rival.status != "ok":
+        return default, f"{rival.plan} failed in the final duel: {rival.message}"
+    if rival.ratio is None or rival.ratio_low is None or rival.ratio_high is None:
+        return None
+    span = f"{rival.ratio:.3g}x mlx [{rival.ratio_low:.3g}, {rival.ratio_high:.3g}]"
+    if rival.ratio_low > MIN_GAIN:
+        return rival, f"{rival.plan} is {span}"
+    return default, f"{rival.plan} is {span}: not beyond {MIN_GAIN}x for sure"

@@ -1,0 +1,106 @@
+"""What works on this machine, and why not what doesn't: the facts behind `mla-tune probe`."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from . import backends, device
+from .backends import Backend
+from .device import MLX_VERSION, Device
+from .errors import DeviceError
+from .policy import read_rows
+
+VARIABLES = ("MLA_TUNER", "MLA_TUNER_DB", "MLA_TUNER_THREADS")
+COST = (
+    "without the native kernel only the paths mlx and mlx_rows run here: "
+    "no context is ever split, and a decode step costs what MLX makes it cost"
+)
+
+
+def overview(here: Device, db: Path) -> dict[str, object]:
+    """The answer of `mla-tune probe --json` for the device `here` and the database `db`.
+
+    Runs the kernel's self-check; raises nothing for what is merely missing.
+    """
+    backend = backends.get(here.backend)
+    available, _ = backend.available()
+    checked, reason = backend.self_check() if available else (False, "")
+    return {
+        "device": here.key,
+        "name": here.name,
+        "family": here.family,
+        "cores": here.cores,
+        "memory_gb": here.memory_gb,
+        "cache_bytes": here.cache_bytes,
+        "cache_source": cache_source(here),
+        "software": device.software(),
+        "conditions": device.conditions(),
+        "backends": [backend_facts(name) for name in backends.NAMES],
+        "self_check": {"ok": checked, "reason": reason} if available else None,
+        "cost": None if available else COST,
+        "db": db_facts(db, here, backend),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def cache_source(here: Device) -> str:
+    """Where the size of the last-level cache comes from."""
+    if here.backend == "cpu":
+        return device.last_level_cache()[1]
+    if here.backend == "metal":
+        return "not told by Apple chips; the largest known is assumed"
+    return "driver" if here.cores else f"unknown; {device.DEFAULT_CACHE_BYTES >> 20} MB assumed"
+
+
+def backend_facts(name: str) -> dict[str, object]:
+    """Whether a back end's device and native kernels are here, and why not."""
+    backend = backends.get(name)
+    try:
+        device.probe(name)
+    except DeviceError as error:
+        return {"name": name, "device": False, "native": False, "kernels": [], "reason": str(error)}
+    native, reason = backend.available()
+    return {
+        "name": name,
+        "device": True,
+        "native": native,
+        "kernels": kernels(backend),
+        "reason": "" if native else reason,
+    }
+
+
+def kernels(backend: Backend) -> list[str]:
+    """Variants of the native kernel that run here, the one in use first."""
+    if not backend.available()[0]:
+        return []
+    if backend.name != "cpu":
+        return [backend.name]
+    in_use = native().isa()
+    return sorted(native().isas(), key=lambda isa: isa != in_use)
+
+
+def native() -> Any:
+    """The compiled module, for callers that know it is available; the build may have made none."""
+    return import_module(f"{__package__}._native")
+
+
+def db_facts(path: Path, here: Device, backend: Backend) -> dict[str, object]:
+    """State of a database for a device; the file is only read, and need not exist.
+
+    `plans` counts tuned buckets that hold here, `other_mlx` those that `verify` can make hold, and
+    `other_kernel` those that must be tuned anew.
+    """
+    rows = read_rows(path, here) if path.exists() else []
+    ours = [row for row in rows if row.kernel == backend.digest()]
+    plans = {row.bucket for row in ours if row.mlx == MLX_VERSION}
+    other_mlx = {row.bucket for row in ours} - plans
+    return {
+        "path": str(path),
+        "exists": path.exists(),
+        "plans": len(plans),
+        "other_mlx": len(other_mlx),
+        "other_kernel": len({row.bucket for row in rows} - plans - other_mlx),
+    }

@@ -1,0 +1,383 @@
+"""Finds the best plan of each bucket within a time budget. The only importer of optuna."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Protocol
+
+import optuna
+
+from . import backends
+from . import device as devices
+from .candidates import candidates
+from .device import Device
+from .errors import BudgetError
+from .evidence import Measurement, finalist
+from .measure import DUEL, SEARCH, Effort, LiveRunners, Runner, Runners, machine_lock, measure
+from .plan import MLX, Plan
+from .policy import Row
+from .shapes import DEEPSEEK, DTYPES, MAX_PARTITIONS, Bucket, Geometry, Shape
+from .store import Store
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+EXHAUSTIVE = 48  # plans that are all measured; more are searched by TPE
+GROUP = 12  # plans that TPE proposes at a time, to be measured side by side
+GROUPS = 4
+SEARCH_SHARE = 0.6  # of the time left may go to the search; the final duel needs the rest
+TRIAL_CONTEXT = 1024  # tokens of the trial that tells how fast `mlx` is before anything is tuned
+CALLS = 10  # calls of `mlx` that a bucket costs: a check, two search rounds, six of the duel, slack
+
+
+@dataclass(frozen=True)
+class BucketStarted:
+    """`number` counts from 1 to `total`; `estimate_s` is what the bucket may take."""
+
+    bucket: Bucket
+    number: int
+    total: int
+    estimate_s: float
+
+
+@dataclass(frozen=True)
+class CandidateMeasured:
+    """One plan of the bucket is finished, for better or worse."""
+
+    bucket: Bucket
+    measurement: Measurement
+
+
+@dataclass(frozen=True)
+class BucketTuned:
+    """The bucket's winner is stored."""
+
+    bucket: Bucket
+    row: Row
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BucketSkipped:
+    """No winner was stored; the reason says why."""
+
+    bucket: Bucket
+    reason: str
+
+
+Event = BucketStarted | CandidateMeasured | BucketTuned | BucketSkipped
+
+
+@dataclass
+class Summary:
+    """What a run did. Reasons are one sentence each."""
+
+    tuned: list[Row] = field(default_factory=list)
+    skipped_known: list[Bucket] = field(default_factory=list)
+    not_reached: list[tuple[Bucket, str]] = field(default_factory=list)
+    failed: list[tuple[Bucket, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def default_buckets(
+    contexts: Iterable[int],
+    batches: Iterable[int],
+    heads: Iterable[int],
+    dtypes: Iterable[str] = DTYPES,
+    *,
+    geometry: Geometry = DEEPSEEK,
+    q_lens: Iterable[int] = (1,),
+    layouts: Iterable[str] = ("paged",),
+) -> list[Bucket]:
+    """Buckets of all combinations, each once, in the order to tune them.
+
+    The first layout, q_len and dtype come first; within them the cheap buckets, so that a short
+    budget still covers a range of contexts, batches and heads. A single sequence is what most
+    machines serve: larger batches count for more than they cost.
+    """
+    axes = product(layouts, q_lens, dtypes, heads, batches, contexts)
+    shapes = [Shape(c, b, h, d, geometry, q, layout) for layout, q, d, h, b, c in axes]
+    buckets = dict.fromkeys(shape.bucket for shape in shapes)
+    kinds = {(b.layout, b.q_len, b.dtype): None for b in buckets}
+    order = {kind: place for place, kind in enumerate(kinds)}
+
+    def place(b: Bucket) -> tuple[int, float]:
+        return order[b.layout, b.q_len, b.dtype], b.shape.flop * math.sqrt(b.batch)
+
+    return sorted(buckets, key=place)
+
+
+def tune(
+    store: Store,
+    device: Device,
+    buckets: Sequence[Bucket],
+    *,
+    budget_s: float,
+    progress: Callable[[Event], None] | None = None,
+    runners: Runners | None = None,
+    seed: int = 0,
+) -> Summary:
+    """Measure and store the winner of each bucket in turn, as far as the budget goes.
+
+    Buckets that this device, kernel and MLX already have are skipped, so a second run resumes. A
+    bucket that would not fit in what is left of the budget is passed over; later ones may fit.
+    Everything about a bucket is stored in one transaction when it is finished: an interrupt or kill
+    loses the bucket in flight only.
+
+    runners: makes what is measured; the device itself by default.
+
+    Raises:
+        BudgetError: the budget ended before a single bucket was finished; its evidence is kept.
+        BusyError: another process is tuning.
+        StoreError: the database refused; what was stored before is kept.
+    """
+    with machine_lock():
+        run = _Run(store, device, budget_s, runners or LiveRunners(device), seed, progress)
+        run.tune(list(dict.fromkeys(buckets)))
+    summary = run.summary
+    if summary.not_reached and not (summary.tuned or summary.skipped_known or summary.failed):
+        bucket, reason = summary.not_reached[0]
+        raise BudgetError(
+            f"a budget of {budget_s:.3g} s is too small for a single bucket ({bucket}: {reason})"
+        )
+    return summary
+
+
+class _Run:
+    """One call of `tune`."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        budget_s: float,
+        runners: Runners,
+        seed: int,
+        progress: Callable[[Event], None] | None,
+    ) -> None:
+        self.store, self.device, self.runners, self.seed = store, device, runners, seed
+        self.budget_s = budget_s
+        self.tell = progress or (lambda event: None)
+        self.backend = backends.get(device.backend)
+        self.summary = Summary()
+        self.costs = _Costs(runners)
+
+    def tune(self, buckets: Sequence[Bucket]) -> None:
+        started = self.runners.now()
+        deadline = started + self.budget_s
+        software, kernel = devices.software(), self.backend.digest()
+        known = self.store.tuned(self.device, kernel, software["mlx"])
+        self.summary.skipped_known = [bucket for bucket in buckets if bucket in known]
+        wanted = [bucket for bucket in buckets if bucket not in known]
+        if not wanted:
+            return
+        run = self.store.start_run(
+            self.device,
+            kernel=kernel,
+            software={**software, "optuna": optuna.__version__},
+            options={"budget_s": self.budget_s, "seed": self.seed, "buckets": len(wanted)},
+            conditions=devices.conditions(),
+        )
+        for number, bucket in enumerate(wanted, 1):
+            left = deadline - self.runners.now()
+            estimate = self.costs.estimate(bucket.shape) if left > 0 else 0.0
+            if left <= 0:
+                self._pass_over(bucket, "the budget was used up")
+            elif estimate > left:
+                self._pass_over(bucket, f"needs about {estimate:.0f} s, {left:.0f} s are left")
+            else:
+                self.tell(BucketStarted(bucket, number, len(wanted), estimate))
+                self._bucket(run, bucket, left)
+        self.summary.seconds = self.runners.now() - started
+
+    def _bucket(self, run: int, bucket: Bucket, left_s: float) -> None:
+        started = self.runners.now()
+        runner = self.runners(bucket.shape, self.seed)
+        search, rival = self._search(bucket, runner, started + SEARCH_SHARE * left_s)
+        default = search[0]
+        duel: list[Measurement] = []
+        if default.status == "ok" and not any(m.status == "timeout" for m in search):
+            if rival is None:  # nothing can win: what `mlx` showed in the search is the verdict
+                search, duel = search[1:], [default]
+            else:
+                duel = self._measure(bucket, runner, [MLX, rival], started + left_s, DUEL)
+        row = self.store.record(run, bucket, search, duel)
+        seconds = self.runners.now() - started
+        if row:
+            self.costs.add(bucket.shape, seconds)
+            self.summary.tuned.append(row)
+            self.tell(BucketTuned(bucket, row, seconds))
+        elif default.status in ("wrong", "error"):
+            reason = f"mlx itself failed: {default.message}"
+            self.summary.failed.append((bucket, reason))
+            self.tell(BucketSkipped(bucket, reason))
+        else:
+            self._pass_over(bucket, "the budget ended before its verdict")
+
+    def _pass_over(self, bucket: Bucket, reason: str) -> None:
+        self.summary.not_reached.append((bucket, reason))
+        self.tell(BucketSkipped(bucket, reason))
+
+    def _search(
+        self, bucket: Bucket, runner: Runner, deadline: float
+    ) -> tuple[list[Measurement], Plan | None]:
+        """Measurements of the candidates, `mlx` first, and the plan that should meet it again."""
+        plans = candidates(bucket, self.device, self.backend)[1:]
+        few = len(plans) <= EXHAUSTIVE
+        proposals: _Proposals = _Grid(plans, self.seed) if few else _Tpe(plans, self.seed)
+        measured: list[Measurement] = []
+        best: list[Plan] = []
+        while group := [plan for plan in proposals.ask() if plan not in best]:
+            found = self._measure(bucket, runner, [MLX, *best, *group], deadline, SEARCH)
+            measured += found
+            proposals.tell(found)
+            leader = finalist(found)
+            best = [leader.plan] if leader else []
+            if found[0].status != "ok":
+                break
+        return measured, best[0] if best else None
+
+    def _measure(
+        self, bucket: Bucket, runner: Runner, plans: list[Plan], deadline: float, effort: Effort
+    ) -> list[Measurement]:
+        return measure(
+            bucket.shape,
+            plans,
+            device=self.device,
+            budget_s=deadline - self.runners.now(),
+            seed=self.seed,
+            runner=runner,
+            progress=lambda measurement: self.tell(CandidateMeasured(bucket, measurement)),
+            effort=effort,
+        )
+
+
+class _Costs:
+    """What a bucket will take, from those that are done: time grows with the operations."""
+
+    def __init__(self, runners: Runners) -> None:
+        self.runners = runners
+        self.known: list[tuple[Shape, float]] = []
+        self._first: tuple[Shape, float] | None = None
+
+    def add(self, shape: Shape, seconds: float) -> None:
+        self.known.append((shape, seconds))
+
+    def estimate(self, shape: Shape) -> float:
+        """Seconds, scaled from the nearest known bucket; of the same dtype where there is one."""
+        if not self.known and self._first is None:
+            self._first = self._trial(shape)
+        known = self.known or [self._first] if self._first else self.known
+
+        def distance(one: tuple[Shape, float]) -> tuple[bool, float]:
+            return one[0].dtype != shape.dtype, abs(math.log(shape.flop / one[0].flop))
+
+        near, seconds = min(known, key=distance)
+        return seconds * shape.flop / near.flop
+
+    def _trial(self, shape: Shape) -> tuple[Shape, float]:
+        """Before anything is known: `mlx` on a short context of a single sequence."""
+        small = Shape(
+            *(min(shape.context, TRIAL_CONTEXT), 1, shape.heads, shape.dtype),
+            *(shape.geometry, shape.q_len, shape.layout),
+        )
+        try:
+            runner = self.runners(small, 0)
+            runner.sample(MLX, 1)  # warm-up
+            return small, CALLS * runner.sample(MLX, 1)[0]
+        except Exception:  # it will fail again, and be recorded, when its bucket is measured
+            return small, 0.0
+
+
+class _Proposals(Protocol):
+    """Plans to measure next, group by group; an empty group ends the search."""
+
+    def ask(self) -> list[Plan]: ...
+
+    def tell(self, found: Sequence[Measurement]) -> None: ...
+
+
+class _Grid:
+    """Few plans: all of them, in one group, so that every pair of them meets in the same rounds."""
+
+    def __init__(self, plans: Sequence[Plan], seed: int) -> None:
+        self.plans = plans
+        places = list(range(len(plans)))
+        sampler = optuna.samplers.GridSampler({"plan": places}, seed=seed)
+        self.study = optuna.create_study(sampler=sampler)
+        self.trials: dict[Plan, optuna.Trial] = {}
+
+    def ask(self) -> list[Plan]:
+        if self.trials:
+            return []
+        for _ in self.plans:
+            trial = self.study.ask()
+            place = trial.suggest_categorical("plan", list(range(len(self.plans))))
+            self.trials[self.plans[place]] = trial
+        return [plan for plan in self.plans if plan in self.trials]
+
+    def tell(self, found: Sequence[Measurement]) -> None:
+        for measurement in found:
+            if measurement.plan in self.trials:
+                with suppress(RuntimeError):  # the sampler stops a study.optimize that isn't there
+                    _tell(self.study, self.trials[measurement.plan], measurement)
+
+
+class _Tpe:
+    """Many plans: groups that TPE proposes, the first being the best by the analytic prior."""
+
+    def __init__(self, plans: Sequence[Plan], seed: int) -> None:
+        self.study = optuna.create_study(
+            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=GROUP)
+        )
+        self.variants: dict[str, list[Plan]] = {}  # by path and tile, ascending partitions
+        for plan in sorted(plans, key=lambda plan: plan.partitions):
+            self.variants.setdefault(_variant(plan), []).append(plan)
+        self.groups = 0
+        self.seen: dict[Plan, Measurement] = {}
+        self.trials: dict[Plan, list[optuna.Trial]] = {}
+        for plan in plans[:GROUP]:
+            self.study.enqueue_trial({"variant": _variant(plan), "partitions": plan.partitions})
+
+    def ask(self) -> list[Plan]:
+        if self.groups == GROUPS:
+            return []
+        self.groups += 1
+        self.trials = {}
+        for _ in range(3 * GROUP):  # TPE likes to repeat itself on a small space
+            trial = self.study.ask()
+            plan = self._plan(trial)
+            if plan in self.seen:
+                _tell(self.study, trial, self.seen[plan])
+            else:
+                self.trials.setdefault(plan, []).append(trial)
+            if len(self.trials) == GROUP:
+                break
+        return list(self.trials)
+
+    def _plan(self, trial: optuna.Trial) -> Plan:
+        """The legal plan nearest to what the sampler wants."""
+        variant = trial.suggest_categorical("variant", list(self.variants))
+        wanted = trial.suggest_int("partitions", 1, MAX_PARTITIONS, log=True)
+        return min(self.variants[variant], key=lambda plan: abs(plan.partitions - wanted))
+
+    def tell(self, found: Sequence[Measurement]) -> None:
+        for measurement in found:
+            self.seen[measurement.plan] = measurement
+            for trial in self.trials.get(measurement.plan, []):
+                _tell(self.study, trial, measurement)
+
+
+def _variant(plan: Plan) -> str:
+    return f"{plan.path} {plan.tile}"
+
+
+def _tell(study: optuna.Study, trial: optuna.Trial, measurement: Measurement) -> None:
+    """The objective is the log of time over `mlx`'s, paired within rounds; failures have none."""
+    if measurement.ratio is None:
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    else:
+        study.tell(trial, -math.log(measurement.ratio))

@@ -1,0 +1,128 @@
+"""Benchmark rows, on a simulated and on the real device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import FakeBackend, FakeRunners, make_device
+
+from mla_tuner import backends, bench
+from mla_tuner.device import probe
+from mla_tuner.evidence import Measurement
+from mla_tuner.measure import Checked
+from mla_tuner.plan import MLX, Plan
+from mla_tuner.shapes import Shape
+
+KEYS = [
+    *("shape", "path", "partitions", "tile", "median_us", "p10_us", "p90_us", "ratio_to_mlx"),
+    *("gb_per_s", "gflop_per_s", "max_error", "executed"),
+]
+SHAPE = Shape(4096, 1, 16)
+
+
+@pytest.fixture(autouse=True)
+def own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRunners:
+    """A device on which mlx takes 9 ms, and more partitions are faster."""
+    runners = FakeRunners(lambda shape, plan: 9e-3 if plan == MLX else 1e-3 / plan.partitions)
+    monkeypatch.setattr(bench, "LiveRunners", lambda device: runners)
+    monkeypatch.setattr(bench.backends, "get", lambda name: FakeBackend())
+    return runners
+
+
+def paths(plans: list[Plan]) -> list[str]:
+    return [plan.path for plan in plans]
+
+
+def test_one_plan_a_path_by_default(fake: FakeRunners) -> None:
+    plans = bench.plans_for(SHAPE, make_device())
+    assert sorted(paths(plans)) == ["mlx", "mlx_rows", "single", "split"]
+    assert plans[0] == MLX
+
+
+def test_chosen_paths_keep_mlx(fake: FakeRunners) -> None:
+    assert paths(bench.plans_for(SHAPE, make_device(), paths=["single"])) == ["mlx", "single"]
+
+
+def test_chosen_partitions(fake: FakeRunners) -> None:
+    plans = bench.plans_for(SHAPE, make_device(), paths=["split"], partitions=[2, 3, 64])
+    assert plans == [MLX, *(Plan("split", count, "r16") for count in (2, 3, 64))]
+
+
+def test_every_candidate(fake: FakeRunners) -> None:
+    plans = bench.plans_for(SHAPE, make_device(), every=True)
+    assert len(plans) > 4
+    assert len(set(plans)) == len(plans)
+    assert {plan.tile for plan in plans} == {"", "r16", "r32"}
+
+
+def test_refused_plans_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.backends, "get", lambda name: FakeBackend(reason="not built"))
+    plans = bench.plans_for(SHAPE, make_device(), partitions=[2])
+    assert paths(plans) == ["mlx", "mlx_rows"]
+
+
+def test_rows(fake: FakeRunners) -> None:
+    shapes = [SHAPE, Shape(8192, 2, 16)]
+    told: list[Measurement] = []
+    rows = list(
+        bench.bench(
+            shapes,
+            lambda shape: [MLX, Plan("split", 2, "r16")],
+            device=make_device(),
+            budget_s=60,
+            progress=told.append,
+        )
+    )
+    assert [row["shape"] for row in rows] == [str(shape) for shape in shapes for _ in range(2)]
+    assert all(list(row) == KEYS for row in rows)
+    assert rows[0]["ratio_to_mlx"] == 1.0
+    assert rows[1]["ratio_to_mlx"] == pytest.approx(18.0)  # a speed-up
+    assert rows[1]["median_us"] == pytest.approx(500.0)
+    assert rows[1]["gb_per_s"] == pytest.approx(4096 * 576 * 2 / 500e-6 / 1e9)
+    assert rows[1]["gflop_per_s"] == pytest.approx(2 * 16 * 4096 * (512 + 576) / 500e-6 / 1e9)
+    assert rows[1]["executed"] == "split x2 r16"
+    assert len(told) == 4
+
+
+def test_a_failure_has_a_row_without_times(fake: FakeRunners) -> None:
+    fake.options["check_result"] = lambda plan: Checked(plan == MLX, 0.5, "row error 0.5", 1e-4)
+    plans = [MLX, Plan("single", 1, "r16")]
+    device = make_device()
+    good, bad = bench.bench([SHAPE], lambda shape: plans, device=device, budget_s=60)
+    assert good["median_us"]
+    assert bad["max_error"] == 0.5
+    assert {bad[key] for key in KEYS[4:10]} == {None}
+
+
+def test_too_large_a_shape_is_said_and_not_run() -> None:
+    told: list[Measurement] = []
+    shape = Shape(1 << 20, 64, 1)
+    (row,) = bench.bench(
+        [shape], lambda shape: [MLX], device=make_device(), budget_s=1, progress=told.append
+    )
+    assert row["median_us"] is None
+    assert "GiB" in told[0].message
+
+
+def test_on_this_machine() -> None:
+    able, reason = backends.get("cpu").available()
+    if not able:
+        pytest.skip(f"no native kernel: {reason}")
+    device = probe("cpu")
+    shape = Shape(200, 2, 4, lengths=(200, 70))
+    rows = list(
+        bench.bench(
+            [shape], lambda shape: bench.plans_for(shape, device), device=device, budget_s=20
+        )
+    )
+    assert [row["path"] for row in rows].count("split") == 1
+    for row in rows:
+        assert row["executed"] == str(Plan(row["path"], row["partitions"], row["tile"]))  # type: ignore[arg-type]
+        assert row["median_us"]
+        assert row["max_error"] < 6e-2  # type: ignore[operator]

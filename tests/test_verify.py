@@ -1,0 +1,229 @@
+"""Checking kernels for real, and judging stored plans on a simulated device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from fakes import FakeBackend, FakeRunners, make_device
+
+from mla_tuner import backends, cases, ops, verify
+from mla_tuner.device import MLX_VERSION
+from mla_tuner.evidence import Measurement
+from mla_tuner.measure import Checked
+from mla_tuner.overview import kernels, native
+from mla_tuner.plan import MLX, Plan
+from mla_tuner.shapes import Shape
+from mla_tuner.store import Store
+
+SPLIT = Plan("split", 2, "r16")
+DEVICE = make_device()
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRunners:
+    made = FakeRunners(lambda shape, plan: 9e-3 if plan == MLX else 1e-3)
+    monkeypatch.setattr(verify, "LiveRunners", lambda device: made)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "t.db")
+
+
+def stored(
+    store: Store,
+    context: int,
+    *,
+    mlx: str = MLX_VERSION,
+    kernel: str = "digest",
+    plan: Plan = SPLIT,
+    slower: float = 1.0,
+) -> None:
+    shape = Shape(context, 1, 16)
+    run = store.start_run(DEVICE, kernel=kernel, software={"mlx": mlx})
+    duel = [
+        Measurement(shape, MLX, rounds=6, median_us=9000.0, ratio=1.0),
+        Measurement(
+            shape,
+            plan,
+            rounds=6,
+            median_us=100.0 * slower,
+            ratio=90.0,
+            ratio_low=89.0 if plan != MLX else 0.9,
+            ratio_high=91.0,
+        ),
+    ]
+    store.record(run, shape.bucket, [], duel[:1] if plan == MLX else duel)
+
+
+def check(store: Store, budget_s: float = 3600.0) -> tuple[list[verify.PlanCheck], int]:
+    return verify.check_plans(
+        store, DEVICE, FakeBackend(), budget_s=budget_s, progress=lambda text: None
+    )
+
+
+# --- kernels -----------------------------------------------------------------------------------
+
+
+def test_every_kernel_variant_of_this_machine() -> None:
+    backend = backends.get("cpu")
+    able, reason = backend.available()
+    if not able:
+        pytest.skip(f"no native kernel: {reason}")
+    before = native().isa()
+    found = verify.check_kernels(backend)
+    assert native().isa() == before
+    assert [check.reason for check in found if not check.ok] == []
+    assert {check.isa for check in found} == {"mlx", *kernels(backend)}
+    for isa in kernels(backend):
+        ran = {check.variant for check in found if check.isa == isa}
+        assert ran == {f"{path} r{n}" for path in ("single", "split") for n in (16, 32, 64, 128)}
+    assert {check.variant for check in found if check.isa == "mlx"} == {"mlx", "mlx_rows"}
+
+
+def test_without_a_native_kernel_the_mlx_paths_are_checked() -> None:
+    found = verify.check_kernels(backends.get("cuda"))
+    assert {(check.isa, check.variant, check.ok) for check in found} == {
+        ("mlx", "mlx", True),
+        ("mlx", "mlx_rows", True),
+    }
+
+
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases.make_case(Shape(100, 1, 4))
+
+    def wrong(*args: object, **options: object) -> tuple[mx.array, mx.array]:
+        out, lse = ops.mla_decode(*args, **options)  # type: ignore[call-overload]
+        return out * 1.5, lse
+
+    monkeypatch.setattr(verify, "mla_decode", wrong)
+    found = verify.run_case(case, MLX)
+    assert not found.ok
+    assert "context 100" in found.reason
+    assert "exceeds" in found.reason
+
+
+def test_a_kernel_that_fails_or_never_ran_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases.make_case(Shape(100, 1, 4))
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("out of registers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "mla_decode", fail)
+        assert "out of registers" in verify.run_case(case, MLX).reason
+    monkeypatch.setattr(verify, "last_run", lambda: None)
+    assert "asked for mlx, ran None" in verify.run_case(case, MLX).reason
+
+
+def test_one_bad_case_makes_the_variant_bad() -> None:
+    results = [cases.Check(True, 1e-3, ""), cases.Check(False, 0.5, "row error")]
+    found = verify._summary("avx2", "split r16", results)
+    assert (found.ok, found.max_error, found.cases, found.reason) == (False, 0.5, 2, "row error")
+
+
+# --- plans -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "noise", "result"),
+    [(1e-3, 0.0, "ok"), (10e-3, 0.0, "slower"), (9e-3, 0.3, "undecided")],
+)
+def test_results(
+    runners: FakeRunners, store: Store, seconds: float, noise: float, result: str
+) -> None:
+    stored(store, 4096)
+    runners.seconds = lambda shape, plan: 9e-3 if plan == MLX else seconds
+    runners.noise = noise
+    (found,), left = check(store)
+    assert (found.result, left) == (result, 0)
+
+
+def test_a_plan_that_went_wrong(runners: FakeRunners, store: Store) -> None:
+    stored(store, 4096)
+    runners.options["check_result"] = lambda plan: Checked(plan == MLX, 0.5, "row error 0.5", 1e-4)
+    (found,), _ = check(store)
+    assert found.result == "wrong"
+    assert found.measurement is not None
+    assert found.measurement.message == "row error 0.5"
+
+
+def test_too_few_rounds_decide_nothing(runners: FakeRunners, store: Store) -> None:
+    stored(store, 4096)
+    runners.seconds = lambda shape, plan: 1000.0
+    (found,), _ = check(store)
+    assert found.result == "undecided"
+
+
+def test_mlx_winners_and_other_kernels_are_not_timed(runners: FakeRunners, store: Store) -> None:
+    stored(store, 1024, plan=MLX)
+    stored(store, 2048, kernel="other")
+    assert check(store) == ([], 0)
+    assert runners.made == []
+
+
+def test_plans_of_another_mlx_come_first_and_count_from_then_on(
+    runners: FakeRunners, store: Store
+) -> None:
+    stored(store, 1024)
+    stored(store, 2048, mlx="0.1")
+    stored(store, 2048, mlx="0.2")
+    found, left = check(store)
+    assert [each.row.bucket.context for each in found] == [2048, 1024]
+    assert left == 0
+    assert len(store.tuned(DEVICE, "digest", MLX_VERSION)) == 2
+    found, _ = check(store)
+    assert {each.row.mlx for each in found} == {MLX_VERSION}
+
+
+def test_a_stale_plan_that_fails_does_not_count(runners: FakeRunners, store: Store) -> None:
+    stored(store, 2048, mlx="0.1")
+    runners.seconds = lambda shape, plan: 9e-3 if plan == MLX else 10e-3
+    (found,), _ = check(store)
+    assert found.result == "slower"
+    (now,) = [row for row in store.plans(DEVICE.key) if row.mlx == MLX_VERSION]
+    assert now.plan == MLX
+
+
+def test_a_stale_plan_with_too_few_rounds_stays_stale(runners: FakeRunners, store: Store) -> None:
+    stored(store, 2048, mlx="0.1")
+    runners.seconds = lambda shape, plan: 1.0 if plan == MLX else 0.1
+    (found,), _ = check(store)
+    assert found.result == "undecided"
+    assert store.tuned(DEVICE, "digest", MLX_VERSION) == set()
+
+
+def test_plans_that_do_not_fit_the_budget_are_left(runners: FakeRunners, store: Store) -> None:
+    for context, factor in ((1024, 1.0), (2048, 1000.0), (4096, 1.0)):
+        stored(store, context, slower=factor)
+    found, left = check(store, budget_s=60.0)
+    assert (sorted(each.row.bucket.context for each in found), left) == ([1024, 4096], 1)
+
+
+def test_the_budget_takes_a_sample_but_at_least_one(runners: FakeRunners, store: Store) -> None:
+    for context in (1024, 2048, 4096, 8192):
+        stored(store, context)
+    found, left = check(store, budget_s=0.0)
+    assert (len(found), left) == (1, 3)
+
+
+@pytest.mark.parametrize("count", range(18))
+def test_any_first_few_are_spread(count: int) -> None:
+    rows = list(range(count))
+    spread = verify._spread(rows)  # type: ignore[arg-type]
+    assert sorted(spread) == rows  # type: ignore[type-var]
+    if count > 4:
+        first, second = spread[:2]
+        assert abs(first - second) >= count // 4  # type: ignore[operator]
+
+
+def test_a_database_that_is_not_there_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "check_kernels", lambda backend: [])
+    assert verify.verify(DEVICE, tmp_path / "no.db", 1.0, lambda text: None) == ([], [], 0)
+    assert not (tmp_path / "no.db").exists()

@@ -1,0 +1,1 @@
+"""Tools of the repository: measuring, checking, comparing. Not installed with the package."""

@@ -1,0 +1,1 @@
+"""The same decode step in other libraries, to be timed beside ours."""
