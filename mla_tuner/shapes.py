@@ -37,7 +37,7 @@ MAX_PARTITIONS = 64
 class Shape:
     """One decode problem.
 
-    `context` is the longest sequence's attended tokens, the new ones included. `lengths` gives every
+    `context`: attended tokens of the longest sequence, the new ones included. `lengths` gives every
     sequence's context where they differ; without it all are `context` long.
     """
 

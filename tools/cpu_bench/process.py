@@ -8,12 +8,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from mla_tuner import device as devices
+from mla_tuner import mla_decode
 from mla_tuner.backends import get
+from mla_tuner.cases import Case
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.policy import Policy, Row
 from mla_tuner.shapes import CONTEXT_GRID, DTYPES, bucket_of
@@ -30,35 +32,101 @@ IMPORT_TARGET_MS = 60
 # What serving must not load (design: stdlib and mlx only).
 FOREIGN = ("optuna", "sqlite_utils", "pydantic", "click", "rich", "numpy")
 CALLS = 100
+LAYERS = 60  # about as many as the models have
 
 
 def overhead(options: Options, results: Results) -> None:
-    """Build and eval of the op on tiny shapes, over mx.add of two numbers."""
+    """Build and eval of the op on tiny shapes, over mx.add of two numbers.
+
+    In a chain of layers, as serving calls it, and alone. Alone, mx.add waits as long as the op
+    takes to build before it is built: MLX's stream thread falls asleep in that time, whoever
+    spends it.
+    """
     kernels.set_threads(1)
-    a, b = mx.array([1.0]), mx.array([2.0])
-    mx.eval(a, b)
-    trivial = Form("mx.add", "trivial", timed(lambda: mx.eval(mx.add(a, b)), CALLS))
     for heads, target in ((1, OVERHEAD_TARGET_US), (16, None)):
         case = kernels.paged_case(heads, 1, "bfloat16")
         plan = Plan("single", 1, kernels.default_tile(case.shape))
         kernels.op_form(case, plan, Errors())
-        op = Form(str(plan), "own", timed(kernels.call(case, plan), CALLS))
-        rounds = interleave([trivial, op], threads=1, seconds=2 * options.seconds)
-        times = [(rounds.min(f.name), rounds.median(f.name)) for f in (trivial, op)]
-        for form, (best, median) in zip((trivial, op), times, strict=True):
-            results.forms.append(
-                FormTime(
-                    *("overhead", short(case.shape), 1, form.name, form.kind, rounds.count),
-                    *(1e6 * best, 1e6 * median, 0.0, best / times[1][0], None),
-                )
+        for how, pair in (("chained", _chained(case, plan)), ("alone", _alone(case, plan))):
+            _above(how, case, pair, target, options, results)
+
+
+Pair = tuple[Form, Form]  # the trivial op, and ours
+
+
+def _chained(case: Case, plan: Plan) -> Pair:
+    def decode(q: mx.array) -> mx.array:
+        return mla_decode(q, case.q_pe, case.cache, scale=case.scale, plan=plan)
+
+    def add(x: mx.array) -> mx.array:
+        return mx.add(x, one)
+
+    def each(step: Callable[[mx.array], mx.array], first: mx.array) -> Callable[[], float]:
+        def chain() -> None:
+            y = first
+            for _ in range(LAYERS):
+                y = step(y)
+            mx.eval(y)
+
+        sample = timed(chain)
+        return lambda: sample() / LAYERS
+
+    one = mx.array([1.0])
+    return (
+        Form(f"mx.add, {LAYERS} chained", "trivial", each(add, one)),
+        Form(f"{plan}, {LAYERS} chained", "own", each(decode, case.q_nope)),
+    )
+
+
+def _alone(case: Case, plan: Plan) -> Pair:
+    def build() -> mx.array:
+        return mla_decode(case.q_nope, case.q_pe, case.cache, scale=case.scale, plan=plan)
+
+    one = mx.array([1.0])
+    sample_build = timed(build, CALLS)
+    build_s = min(sample_build() for _ in range(20))
+    sample_add = timed(_after(build_s, lambda: mx.eval(mx.add(one, one))), CALLS)
+    return (
+        Form("mx.add, alone", "trivial", lambda: sample_add() - build_s),
+        Form(f"{plan}, alone", "own", timed(kernels.call(case, plan), CALLS)),
+    )
+
+
+def _after(delay_s: float, run: Callable[[], None]) -> Callable[[], None]:
+    def delayed() -> None:
+        until = time.perf_counter() + delay_s
+        while time.perf_counter() < until:
+            pass
+        run()
+
+    return delayed
+
+
+def _above(
+    how: str,
+    case: Case,
+    pair: Pair,
+    target: float | None,
+    options: Options,
+    results: Results,
+) -> None:
+    """What one op takes more than the trivial one, and the times of both."""
+    rounds = interleave(pair, threads=1, seconds=2 * options.seconds)
+    times = [(rounds.min(form.name), rounds.median(form.name)) for form in pair]
+    for form, (best, median) in zip(pair, times, strict=True):
+        results.forms.append(
+            FormTime(
+                *("overhead", short(case.shape), 1, form.name, form.kind, rounds.count),
+                *(1e6 * best, 1e6 * median, 0.0, best / times[1][0], None),
             )
-        above = 1e6 * (times[1][1] - times[0][1])
-        figure = Figure(
-            *("overhead", "build+eval over mx.add, medians", short(case.shape), 1, above, "us"),
-            *(target, False),
         )
-        note = f"by minimum {1e6 * (times[1][0] - times[0][0]):.1f} us"
-        results.figures.append(figure.of(rounds, op.name, note))
+    above = 1e6 * (times[1][1] - times[0][1])
+    figure = Figure(
+        *("overhead", f"build+eval over mx.add, {how}", short(case.shape), 1, above, "us"),
+        *(target, False),
+    )
+    note = f"medians; by minimum {1e6 * (times[1][0] - times[0][0]):.1f} us"
+    results.figures.append(figure.of(rounds, pair[1].name, note))
 
 
 def policy(options: Options, results: Results) -> None:

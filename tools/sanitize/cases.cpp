@@ -6,16 +6,19 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <sstream>
 
 using mla::Dtype;
 
 std::string Shape::text() const {
-  std::string s = std::string(dtype == Dtype::f32 ? "f32" : dtype == Dtype::f16 ? "f16" : "bf16");
-  s += " " + std::to_string(rank) + "+" + std::to_string(rope) + " heads " + std::to_string(heads) + " q_len " +
-       std::to_string(q_len) + (block_size ? " block " + std::to_string(block_size) : std::string(" dense")) + " gap " +
-       std::to_string(gap) + " lengths";
-  for (int n : lengths) s += " " + std::to_string(n);
-  return s;
+  std::ostringstream s;
+  s << (dtype == Dtype::f32   ? "f32 "
+        : dtype == Dtype::f16 ? "f16 "
+                              : "bf16 ")
+    << rank << '+' << rope << " heads " << heads << " q_len " << q_len << " block " << block_size << " gap " << gap
+    << " lengths";
+  for (int n : lengths) s << ' ' << n;
+  return s.str();
 }
 
 int Case::slots() const { return *std::max_element(lengths.begin(), lengths.end()); }
