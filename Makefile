@@ -36,6 +36,10 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
 
+# The CPU kernel alone under ASan, UBSan and TSan; 2-4 minutes the first time.
+sanitize:
+	$(MAKE) -C tools/sanitize
+
 # Cross-compiles csrc/ for macOS with zig; the first run downloads about 140 MB.
 check-macos:
 	$(PYTHON) -m tools.macos.check

@@ -12,13 +12,16 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 inline int padded(int rows) { return (rows + W - 1) / W * W; }
 inline int groups_of(int rows) { return (rows + W - 1) / W; }
 
-// With more than two groups of rows a tile of halves is converted once, into L2; with fewer the conversion between the
-// multiplications is faster (2.3 against 3.9 ms at 1 head x 32K on Emerald Rapids, 2026-11-29).
-inline bool converts_tile(const Problem& a, int rows) { return a.dtype != Dtype::f32 && groups_of(rows) > 2; }
+// For more than 32 rows a tile of halves is converted once, into L2. For fewer the conversion between the
+// multiplications is faster: 2.3 against 3.9 ms at 1 head x 32K on Emerald Rapids, 3-7 % at 20 and 32 heads on Zen 3
+// (2026-11-29).
+inline bool converts_tile(const Problem& a, int rows) { return a.dtype != Dtype::f32 && rows > 32; }
+// Not a multiple of 1 KB, see crowds_sets.
+inline int converted_stride(const Problem& a) { return a.dim() == 512 ? 576 : a.dim(); }
 
 // A worker's memory, the same for every task of a call.
 struct Scratch {
-  float *scores, *alpha, *keep, *q, *o, *most, *sum, *wide;
+  float *scores, *alpha, *keep, *q, *o, *most, *sum, *converted;
   size_t bytes;
   Scratch(const Problem& a, int rows, void* memory) : bytes(0) {
     const uintptr_t base = reinterpret_cast<uintptr_t>(memory);
@@ -34,7 +37,7 @@ struct Scratch {
     o = take(size_t(rows) * a.rank);
     most = take(padded(rows));
     sum = take(padded(rows));
-    wide = take(converts_tile(a, rows) ? size_t(kTile) * a.dim() : 0);
+    converted = take(converts_tile(a, rows) ? size_t(kTile) * converted_stride(a) : 0);
   }
 };
 
@@ -138,7 +141,7 @@ struct Plan {
 };
 
 // Slots past the tile's last token never count: their scores may be anything, softmax and values() stop before them.
-template <typename T>
+template <typename T, int kRank>
 void attend_tile(const Problem& a, const Task& task, const Scratch& z, const Plan<T>& plan, const Tile<T>& tile,
                  Ahead& ahead) {
   const int rows = task.row1 - task.row0, groups = groups_of(rows), n = tile.n;
@@ -162,8 +165,8 @@ void attend_tile(const Problem& a, const Task& task, const Scratch& z, const Pla
       const int here = least(W, rows - i * W);
       mask(a, task.sequence, task.row0 + i * W, here, tile.start, n, s);
       softmax(s, n, z.most + i * W, z.sum + i * W, z.alpha);
-      const Group group{s, z.o + size_t(i) * W * a.rank, z.alpha, a.rank, tile.start == task.token0};
-      values_of_group<T>(here, group, tile, Spans<float>{kKept, 1, {{z.keep, n}}}, z.keep, ahead);
+      const Group<kRank> group{s, z.o + size_t(i) * W * kRank, z.alpha, tile.start == task.token0};
+      values_of_group<T, kRank>(here, n, group, tile, z.keep, ahead);
     }
   }
 }
@@ -178,24 +181,32 @@ ScoresByRow<T> scores_for(const Problem&, T) {
   return kThroughBuffer<T>;
 }
 
+// A tile of floats in scratch memory, to be filled again and again.
+inline void lay_out_converted(const Problem& a, float* memory, Tile<float>& tile) {
+  for (int t = 0; t < kTile; ++t) {
+    tile.latent[t] = memory + t * converted_stride(a);
+    tile.rope[t] = tile.latent[t] + a.rank;
+  }
+}
+
 template <typename T>
-void convert_tile(const Problem& a, const Tile<T>& from, float* to) {
-  for (int t = 0; t < from.n; ++t, to += a.dim()) {
+void convert_tile(const Problem& a, const Tile<T>& from, float* to, Tile<float>& tile) {
+  tile.start = from.start;
+  tile.n = from.n;
+  tile.values = one_span<float>(to, from.n, converted_stride(a));
+  for (int t = 0; t < from.n; ++t, to += converted_stride(a)) {
     for (int d = 0; d < a.rank; d += 2 * W) narrow(to + d, widen(from.latent[t] + d));
     for (int d = 0; d < a.rope; d += 2 * W) narrow(to + a.rank + d, widen(from.rope[t] + d));
   }
 }
 
-template <typename T>
+template <typename T, int kRank>
 void attend(const Problem& a, const Task& task, const Scratch& z) {
   const bool converts = converts_tile(a, task.row1 - task.row0);
-  Tile<float> wide;
-  for (int t = 0; t < kTile; ++t) {
-    wide.latent[t] = z.wide + (converts ? t * a.dim() : 0);
-    wide.rope[t] = wide.latent[t] + (converts ? a.rank : 0);
-  }
+  Tile<float> converted;
+  if (converts) lay_out_converted(a, z.converted, converted);
+  const Plan<float> converted_plan{scores_for_strides(a, converted_stride(a), converted_stride(a)), kTile};
   const Plan<T> plan{scores_for(a, T{}), 0};
-  const Plan<float> wide_plan{scores_for_strides(a, a.dim(), a.dim()), kTile};
   Tile<T> tiles[2];
   Tile<T>*tile = tiles, *next = tiles + 1;
   locate(a, task.sequence, task.token0, least(kTile, task.token1 - task.token0), *tile);
@@ -205,13 +216,10 @@ void attend(const Problem& a, const Task& task, const Scratch& z) {
     if (coming > 0) locate(a, task.sequence, start + kTile, coming, *next);
     Ahead ahead(next->runs);
     if (converts) {
-      convert_tile(a, *tile, z.wide);
-      wide.start = start;
-      wide.n = tile->n;
-      wide.values = {a.dim(), 1, {{z.wide, wide.n}}};
-      attend_tile<float>(a, task, z, wide_plan, wide, ahead);
+      convert_tile(a, *tile, z.converted, converted);
+      attend_tile<float, kRank>(a, task, z, converted_plan, converted, ahead);
     } else {
-      attend_tile<T>(a, task, z, plan, *tile, ahead);
+      attend_tile<T, kRank>(a, task, z, plan, *tile, ahead);
     }
     Tile<T>* done = tile;
     tile = next;
@@ -231,7 +239,7 @@ void run_typed(const Problem& a, const Task& task, void* memory) {
   if (task.token1 > task.token0) {
     for (int r = 0; r < rows; r += W) pack_queries<T>(a, task, r, least(W, rows - r), z.q + size_t(r) * a.dim());
     __builtin_memset(z.scores, 0, sizeof(float) * kTile * 2 * W);  // lanes without a row
-    attend<T>(a, task, z);
+    a.rank == 512 ? attend<T, 512>(a, task, z) : attend<T, 256>(a, task, z);
   }
   finish<T>(a, task, z);
 }

@@ -5,6 +5,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// Never emitted as a function of its own.
+#define MLA_INLINE inline __attribute__((always_inline))
+
 namespace mla {
 
 constexpr int kTile = 64;  // tokens of one softmax step; pieces of a context are multiples of it
@@ -37,8 +40,8 @@ struct Problem {
   const int *lengths, *starts;  // [batch]: tokens [start, length) are attended by the last query token
   void* out;                    // [batch, heads, q_len, rank]
   float* lse;                   // [batch, heads, q_len], natural log
-  int rows() const { return heads * q_len; }
-  int dim() const { return rank + rope; }
+  MLA_INLINE int rows() const { return heads * q_len; }
+  MLA_INLINE int dim() const { return rank + rope; }
 };
 
 // Some rows (head * q_len + query token) of one sequence against one piece of its context.

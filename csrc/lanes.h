@@ -16,7 +16,6 @@
 #else
 #define MLA_UNROLL(n) MLA_PRAGMA(GCC unroll n)
 #endif
-#define MLA_INLINE inline __attribute__((always_inline))
 #define MLA_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace mla::MLA_ISA {

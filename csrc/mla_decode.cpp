@@ -12,6 +12,8 @@
 namespace mla {
 namespace {
 
+constexpr int kNaNByte = 0xff;  // repeated, a NaN in each of the dtypes
+
 // The Python front door explains; here is only what keeps the kernel inside its buffers.
 void expect(bool good, const char* what) {
   if (!good) throw std::invalid_argument(std::string("[mla_decode] expected ") + what);
@@ -180,7 +182,16 @@ void MlaDecode::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::a
   // alone.
   encoder.dispatch([in = weak_inputs(inputs, has_rope_, paged_), call = call_,
                     out = mx::array::unsafe_weak_copy(outputs[0]),
-                    lse = mx::array::unsafe_weak_copy(outputs[1])]() mutable { run(in, *call, out, lse); });
+                    lse = mx::array::unsafe_weak_copy(outputs[1])]() mutable {
+    try {
+      run(in, *call, out, lse);
+    } catch (...) {
+      // MLX counts the outputs as available from here on: whoever reads them all the same must see that they are not.
+      std::memset(out.data<char>(), kNaNByte, out.nbytes());
+      std::memset(lse.data<char>(), kNaNByte, lse.nbytes());
+      throw;
+    }
+  });
 }
 
 void MlaDecode::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {

@@ -117,16 +117,21 @@ template <int kLatentStride, int kRopeStride>
 constexpr ScoresByRow<float> kInPlace = {scores_in_place<1, kLatentStride, kRopeStride>,
                                          scores_in_place<2, kLatentStride, kRopeStride>};
 
-// Buffered where the strides are not those of a packed cache.
+// Buffered where the strides (in numbers) are not those of a packed cache or of a converted tile.
 inline ScoresByRow<float> scores_for_strides(const Problem& a, int64_t latent, int64_t rope) {
-  const bool together = latent == a.dim() && (rope == latent || !a.rope), apart = latent == a.rank && rope == a.rope;
-  if (a.rank == 512 && a.rope == 64 && together) return kInPlace<576, 576>;
-  if (a.rank == 512 && a.rope == 64 && apart) return kInPlace<512, 64>;
-  if (a.rank == 512 && a.rope == 0 && together) return kInPlace<512, 0>;
-  if (a.rank == 256 && a.rope == 64 && together) return kInPlace<320, 320>;
-  if (a.rank == 256 && a.rope == 64 && apart) return kInPlace<256, 64>;
-  if (a.rank == 256 && a.rope == 32 && together) return kInPlace<288, 288>;
-  if (a.rank == 256 && a.rope == 32 && apart) return kInPlace<256, 32>;
+  struct Known {
+    int rank, rope, latent_stride, rope_stride;
+    ScoresByRow<float> scores;
+  };
+  constexpr Known known[] = {
+      {512, 64, 576, 576, kInPlace<576, 576>}, {512, 64, 512, 64, kInPlace<512, 64>},
+      {512, 0, 512, 0, kInPlace<512, 0>},      {512, 0, 576, 0, kInPlace<576, 0>},
+      {256, 64, 320, 320, kInPlace<320, 320>}, {256, 64, 256, 64, kInPlace<256, 64>},
+      {256, 32, 288, 288, kInPlace<288, 288>}, {256, 32, 256, 32, kInPlace<256, 32>},
+  };
+  for (const Known& k : known)
+    if (k.rank == a.rank && k.rope == a.rope && k.latent_stride == latent && (!a.rope || k.rope_stride == rope))
+      return k.scores;
   return kThroughBuffer<float>;
 }
 

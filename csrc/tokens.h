@@ -24,6 +24,15 @@ struct Spans {
   Span<T> span[kTile / 8 + 1];  // pages hold 8 tokens or more
 };
 
+template <typename T>
+MLA_INLINE Spans<T> one_span(const T* at, int count, int64_t stride) {
+  Spans<T> spans;  // the other entries stay as they are: this runs once a tile and group
+  spans.stride = stride;
+  spans.count = 1;
+  spans.span[0] = {at, count};
+  return spans;
+}
+
 // Tokens one by one; entries past the last token repeat it, so that a block of tokens may be read whole.
 template <typename T>
 struct Tile {

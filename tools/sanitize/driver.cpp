@@ -93,9 +93,11 @@ void cases() {
     int count = 0;
     for (int block_size : {0, 8, 16, 64})
       for (int heads : {1, 4, 7, 16, 20, 48})
-        for (Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16})
-          run({.dtype = dtype, .heads = heads, .block_size = block_size, .lengths = {65, 0, 130}}, ++count,
+        for (Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+          ++count;
+          run({.dtype = dtype, .heads = heads, .block_size = block_size, .lengths = {65, 0, 130}}, count,
               {2, 0, count});
+        }
     for (int i = 0; i < 150; ++i) {
       mla::set_threads(pick(random, {1, 2, 3}));
       const mla::Request request{pick(random, {1, 2, 3, 5, 8, 64}), pick(random, {0, 0, 16, 5, 999}), ++count};
