@@ -27,6 +27,7 @@ class Errors(dict[str, float]):
 
 def set_threads(threads: int) -> None:
     """Threads of our kernel's pool, and of torch's where it is there."""
+    get("cpu").available()  # first: the back end sets the threads itself when it loads the kernel
     importlib.import_module("mla_tuner._native").set_threads(threads)
     if torch_cpu.available():
         torch_cpu.set_threads(threads)
