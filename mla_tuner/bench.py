@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from . import backends
-from .candidates import candidates
+from .candidates import candidates, piece_tokens, pieces
 from .device import Device
 from .evidence import Measurement
 from .measure import LiveRunners, Progress, machine_lock, measure
@@ -26,18 +26,27 @@ def plans_for(
     """The plans to compare on a shape: `mlx`, which all ratios need, and of each other path the
     most promising one.
 
-    `partitions` asks for `split` with these counts instead; `every` for all the tuner's candidates.
-    Plans that can't run on this shape or device are left out.
+    `partitions` asks for `split` with exactly these counts instead, whether they can run or not;
+    `every` for all the tuner's candidates.
     """
     backend = backends.get(device.backend)
     known = [plan for plan in _known(shape, device) if plan.path in ("mlx", *paths)]
     if not every:
         known = list({plan.path: plan for plan in reversed(known)}.values())[::-1]
     if partitions and "split" in paths:
-        tiles = backend.tiles(shape.rows)[:1]
-        wanted = [Plan("split", count, tile) for count in partitions if count > 1 for tile in tiles]
-        known = [plan for plan in known if plan.path != "split"] + wanted
-    return [plan for plan in known if backend.refusal(plan, shape) is None]
+        tile = next(iter(backend.tiles(shape.rows)), "")
+        known = [plan for plan in known if plan.path != "split"]
+        known += [Plan("split", count, tile) for count in partitions]
+    return known
+
+
+def refusal(plan: Plan, shape: Shape, device: Device) -> str | None:
+    """One sentence why this plan can't run on this shape as it stands; None if it can."""
+    count = pieces(shape.context, plan.partitions)
+    if count != plan.partitions:
+        tokens = piece_tokens(shape.context, plan.partitions)
+        return f"context {shape.context} makes only {count} pieces of {tokens} tokens"
+    return backends.get(device.backend).refusal(plan, shape)
 
 
 def _known(shape: Shape, device: Device) -> list[Plan]:
@@ -60,12 +69,12 @@ def bench(
     *,
     device: Device,
     budget_s: float,
-    progress: Progress | None = None,
+    progress: Progress = lambda measurement: None,
 ) -> Iterator[Row]:
     """Rows of every plan on every shape; `budget_s` seconds are shared by the shapes.
 
-    All plans of a shape are timed in the same shuffled rounds. A plan that fails has a row without
-    times; `progress` is told of each measurement, failures with their message.
+    All plans of a shape are timed in the same shuffled rounds. A plan that can't run or fails has a
+    row without times; `progress` is told of each measurement, failures with their message.
 
     Raises:
         BusyError: another process is timing on this machine.
@@ -73,15 +82,24 @@ def bench(
     runners = LiveRunners(device)
     with machine_lock():
         for shape in shapes:
+            asked = plans(shape)
+            refused = {
+                plan: Measurement(shape, plan, "error", reason)
+                for plan in asked
+                if (reason := refusal(plan, shape, device))
+            }
+            for measurement in refused.values():
+                progress(measurement)
             found = measure(
                 shape,
-                plans(shape),
+                [plan for plan in asked if plan not in refused],
                 device=device,
                 budget_s=budget_s / len(shapes),
                 runner=runners(shape, 0),
                 progress=progress,
             )
-            yield from map(row, found)
+            timed = {measurement.plan: measurement for measurement in found}
+            yield from (row({**timed, **refused}[plan]) for plan in asked)
 
 
 def row(measurement: Measurement) -> Row:

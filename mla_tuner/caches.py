@@ -15,6 +15,8 @@ class PagedCache:
 
     latent: `[blocks, block_size, kv_lora_rank + rope_dim]`, block_size a multiple of 8.
     block_tables: `[batch, max_blocks]` int32 block ids; entries past a sequence's end are not read.
+        An id of no block is found on the device: our kernel's evaluation raises, and the MLX paths
+        answer that sequence with NaN.
     lengths: cached tokens of each sequence, the new ones included; host ints, `batch` of them.
     """
 

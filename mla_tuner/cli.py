@@ -215,8 +215,6 @@ def _tune(
     _note_missing_kernel(here)
     buckets = tuner.default_buckets(heads=heads, geometry=geometry, **grid)
     with Store(_db(db)) as store, report.Progress() as progress:
-        before = _winners(store, here, buckets)
-        progress.line(report.start(here, len(buckets), [row.day for row in before], budget))
         summary = tuner.tune(store, here, buckets, budget_s=budget, progress=progress)
         rows = _winners(store, here, buckets)
     answer = answers.tune_answer(summary, rows, here, _db(db), again)
@@ -271,12 +269,18 @@ def plan(device: str | None, db: Path | None, as_json: bool | None, **params: An
     click.option("--all", "every", is_flag=True, help="All candidates, not the likely best ones."),
     *(device_option, json_option),
 )
-def bench(device: str | None, budget: float, as_json: bool | None, **params: Any) -> None:
+@click.pass_context
+def bench(
+    ctx: click.Context, /, device: str | None, budget: float, as_json: bool | None, **params: Any
+) -> None:
     """Time every path on given shapes, side by side in one process; nothing is stored."""
     from . import bench as benchmark
     from . import report
 
+    _refuse_together(ctx, "lengths", "contexts", "batches")
     choice = {name: params.pop(name) for name in ("paths", "partitions", "every")}
+    if choice["partitions"] and "split" not in choice["paths"]:
+        raise click.UsageError("--partitions counts those of split, which --paths leaves out")
     shapes = _shapes(**params)
     here = _device(device)
     _note_missing_kernel(here)
@@ -332,8 +336,9 @@ def db_path(db: Path | None, as_json: bool | None) -> None:
 def db_check(db: Path | None, as_json: bool | None) -> None:
     """Look for damage, and count the rows. Exit code 1 when it is damaged."""
     from . import report
+    from .store import Store
 
-    with _existing_store(db) as store:
+    with Store(_db(db), create=False) as store:
         answer = store.check()
     _print(answer, report.checked(answer), as_json)
     if not answer["ok"]:
@@ -344,7 +349,9 @@ def db_check(db: Path | None, as_json: bool | None) -> None:
 @options(db_option, json_option)
 def db_rebuild(db: Path | None, as_json: bool | None) -> None:
     """Derive all winners and thresholds anew from the evidence."""
-    with _existing_store(db) as store:
+    from .store import Store
+
+    with Store(_db(db), create=False) as store:
         answer = {"path": str(store.path), "plans": store.rebuild()}
     text = f"{answer['plans']} plans derived from the evidence in {answer['path']}"
     _print(answer, [text], as_json)
@@ -353,15 +360,30 @@ def db_rebuild(db: Path | None, as_json: bool | None) -> None:
 # --- inside ------------------------------------------------------------------------------------
 
 
+def _given(ctx: click.Context, name: str) -> bool:
+    """Whether an option was typed, not defaulted or inherited."""
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
 def _refuse_unused(ctx: click.Context) -> None:
-    """Options of tuning that stand before another command would be lost without a word."""
+    """Options before a command that it does not take would be lost without a word."""
+    assert isinstance(ctx.command, click.Group)
+    command = ctx.command.commands[ctx.invoked_subcommand or ""]
+    leaves = command.commands.values() if isinstance(command, click.Group) else [command]
+    taken = {param.name for leaf in leaves for param in leaf.params}.intersection(_SHARED)
     for param in ctx.command.params:
-        given = ctx.get_parameter_source(param.name or "")
-        if param.name not in _SHARED and given is click.core.ParameterSource.COMMANDLINE:
+        if param.name not in taken and _given(ctx, param.name or ""):
             raise click.UsageError(
                 f"{param.opts[0]} stands before {ctx.invoked_subcommand!r}; "
                 "if that command takes it, put it behind"
             )
+
+
+def _refuse_together(ctx: click.Context, name: str, *others: str) -> None:
+    """Where one option says all that others would say, those would be lost without a word."""
+    both = [other for other in others if _given(ctx, name) and _given(ctx, other)]
+    if both:
+        raise click.UsageError(f"--{name} says it all: leave out --{' and --'.join(both)}")
 
 
 def _device(choice: str | None) -> Device:
@@ -382,16 +404,10 @@ def _note_missing_kernel(here: Device) -> None:
 def _db(path: Path | None) -> Path:
     from .policy import default_path
 
-    return path.expanduser() if path else default_path()
-
-
-def _existing_store(path: Path | None) -> Store:
-    from .store import Store
-
-    found = _db(path)
-    if not found.exists():
-        raise StoreError(f"no database at {found}: run mla-tune")
-    return Store(found)
+    try:
+        return path.expanduser() if path else default_path()
+    except RuntimeError as error:
+        raise StoreError(f"cannot use the database {path}: {error}") from error
 
 
 def _winners(store: Store, here: Device, buckets: Iterable[Bucket]) -> list[Row]:
@@ -399,11 +415,7 @@ def _winners(store: Store, here: Device, buckets: Iterable[Bucket]) -> list[Row]
     from . import backends
 
     wanted, kernel = set(buckets), backends.get(here.backend).digest()
-    return [
-        row
-        for row in store.plans(here.key)
-        if row.bucket in wanted and (row.kernel, row.mlx) == (kernel, MLX_VERSION)
-    ]
+    return [row for row in store.tuned(here, kernel, MLX_VERSION) if row.bucket in wanted]
 
 
 def _model(

@@ -32,15 +32,16 @@ def gate(
 
     `self_check` may run a kernel, so it is asked last.
     """
-    for passed, reason in (on_grid(bucket), legal(bucket), one_token(bucket), long_context(bucket)):
+    for passed, reason in (
+        built(backend),  # first: without a kernel nothing else matters
+        on_grid(bucket),
+        legal(bucket),
+        one_token(bucket),
+        long_context(bucket),
+        cores_known(device),
+    ):
         if not passed:
             return MLX, reason
-    passed, reason = cores_known(device)
-    if not passed:
-        return MLX, reason
-    passed, reason = built(backend)
-    if not passed:
-        return MLX, reason
     cores = device.cores or 0
     tile = backend.tiles(bucket.shape.rows)[0]
     tasks = row_groups(bucket.shape.rows, tile) * bucket.batch

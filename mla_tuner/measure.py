@@ -9,7 +9,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from .errors import BusyError
 from .evidence import (
     FAR_BEHIND,
     LOSER_P,
+    MIN_ROUNDS,
     Measurement,
     median_interval,
     paired,
@@ -45,10 +46,10 @@ MEMORY_SHARE = 0.25  # of the machine's memory that a ring may take
 class Effort:
     """How long plans are timed.
 
-    settled: rounds after which a plan that is far behind in each of them leaves, be it `mlx`; 6
-    give it an interval first. most: rounds at most. ranked: losers leave by a signed-rank test too.
-    seconds: after which a settled race gets no more rounds. The clock may end it, never the score:
-    looking again until the answer pleases would void the intervals.
+    settled: rounds after which a plan that is far behind in each of them leaves, be it `mlx`;
+    MIN_ROUNDS give it an interval first. most: rounds at most. ranked: losers leave by a
+    signed-rank test too. seconds: after which a settled race gets no more rounds. The clock may end
+    it, never the score: looking again until the answer pleases would void the intervals.
     """
 
     settled: int
@@ -57,9 +58,9 @@ class Effort:
     seconds: float = math.inf
 
 
-FULL = Effort(settled=6, most=21)  # every plan gets its interval
+FULL = Effort(settled=MIN_ROUNDS, most=21)  # every plan gets its interval
 SEARCH = Effort(settled=2, most=10, ranked=True)  # finds the plan worth a duel
-DUEL = Effort(settled=6, most=61, seconds=10.0)  # tells a gain of 5 % from noise of 3 %
+DUEL = Effort(settled=MIN_ROUNDS, most=61, seconds=10.0)  # tells a gain of 5 % from noise of 3 %
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ def machine_lock() -> Iterator[None]:
     """
     path = Path(tempfile.gettempdir()) / "mla-tuner.lock"
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        lock = _open_lock(path)
     except OSError as error:
-        raise BusyError(f"cannot open the lock file {path}: {error}") from error
+        raise BusyError(f"cannot open the lock file {path}: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -147,6 +148,20 @@ def machine_lock() -> Iterator[None]:
         raise BusyError(f"another process is tuning on this machine ({path} is locked)") from error
     finally:
         os.close(lock)
+
+
+def _open_lock(path: Path) -> int:
+    """The lock file, made where it isn't there yet: for all users, whatever the umask is."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW
+    try:
+        # First without O_CREAT: Linux refuses it on another user's file in a shared folder.
+        return os.open(path, flags)
+    except FileNotFoundError:
+        with suppress(FileExistsError):  # another process was faster
+            lock = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            os.fchmod(lock, 0o666)
+            return lock
+    return os.open(path, flags)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +66,14 @@ def resolve(name_or_path: str) -> Model:
     Case, punctuation and a leading "organisation/" do not matter in names. Raises ModelError with
     one line that names the file and field, or the closest known names.
     """
+    if not name_or_path.strip():
+        raise ModelError("expected the name of a model, or its config.json; got no text")
     path = Path(name_or_path)
-    if path.is_dir():
+    mode = _mode(path)
+    if stat.S_ISDIR(mode):
         path = path / "config.json"
-    if path.is_file() or path.suffix == ".json":
+        mode = _mode(path)
+    if stat.S_ISREG(mode) or path.suffix == ".json":
         return _read_config(path)
     by_name = {_plain(model.name): model for model in KNOWN}
     by_name |= {_plain(alias): by_name[_plain(name)] for alias, name in _ALIASES.items()}
@@ -76,6 +81,16 @@ def resolve(name_or_path: str) -> Model:
     if found is None:
         raise ModelError(_unknown(name_or_path, by_name))
     return found
+
+
+def _mode(path: Path) -> int:
+    """What lies at a path; 0 where nothing does."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
 
 
 def _plain(name: str) -> str:
@@ -96,7 +111,7 @@ def _read_config(path: Path) -> Model:
         data = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: expected a JSON object; got {type(data).__name__}")

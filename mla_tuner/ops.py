@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from math import isfinite
 from operator import index
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, overload
@@ -16,11 +15,21 @@ from . import backends
 from .backends import Backend, Call, next_ticket
 from .caches import Cache, DenseCache, PagedCache
 from .plan import MLX, Decision, Plan
-from .shapes import GEOMETRIES, MAX_HEADS, MAX_Q_LEN, Geometry, Shape, effective_batch
+from .shapes import (
+    GEOMETRIES,
+    MAX_BATCH,
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_Q_LEN,
+    Geometry,
+    Shape,
+    effective_batch,
+)
 
 if TYPE_CHECKING:
     from .policy import Policy
 
+_MAX_SCALE = 3.4028234663852886e38  # the largest float32
 _DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
 
 
@@ -94,10 +103,10 @@ def mla_decode(
     checked = _check(q_nope, q_pe, cache)
     try:
         scale = float(scale)
-    except (TypeError, ValueError):
-        _expected("scale as a number", scale)
-    if not isfinite(scale):
-        _expected("a finite scale", scale)
+    except (TypeError, ValueError, OverflowError):
+        _expected("scale as a number that float32 holds", scale)
+    if not -_MAX_SCALE <= scale <= _MAX_SCALE:  # NaN fails, too
+        _expected("scale as a number that float32 holds", scale)
     backend = _backend()
     if plan is None:
         decision = _decide(checked, policy, backend)
@@ -164,6 +173,8 @@ def _decide(checked: _Checked, policy: Policy | None, backend: Backend) -> Decis
     shape = checked.shape
     if policy is None:
         policy = _policies().current()
+    elif not hasattr(policy, "decide"):
+        _expected("policy as a Policy", type(policy).__name__)
     decision = policy.decide(
         shape.context,
         checked.effective_batch,
@@ -240,10 +251,17 @@ def _entries(name: str, values: Sequence[int]) -> tuple[int, ...]:
         _expected(f"{name} as host ints", "an mx.array")
     try:
         entries = tuple(values)
-        hash(entries)  # the checks are looked up by it
+        types = set(map(type, entries))
+        if types != _INT_ONLY:
+            if mx.array in types:
+                raise TypeError  # index() would evaluate it
+            entries = tuple(int(index(value)) for value in entries)
     except TypeError:
         _expected(f"{name} as a sequence of host ints", values)
     return entries
+
+
+_INT_ONLY = {int}
 
 
 @lru_cache(maxsize=512)
@@ -260,7 +278,7 @@ def _check_paged(
     table_shape = _shape_of("cache.block_tables", table, mx.int32)
     if len(table_shape) != 2 or table_shape[0] != batch:
         _expected(f"cache.block_tables [{batch}, max_blocks]", list(table_shape))
-    lengths = _ints("cache.lengths", lengths, batch)
+    _counts("cache.lengths", lengths, batch)
     columns = -(-max(lengths) // block_size)
     if columns > table_shape[1]:
         _expected(
@@ -294,10 +312,11 @@ def _check_dense(
             _expected(f"cache.k_pe {[batch, 1, tokens, rope]}", list(k_pe_shape))
     elif rope:
         _expected(f"cache.k_pe {[batch, 1, tokens, rope]}", None)
-    lengths = _ints("cache.lengths", lengths, batch)
+    _counts("cache.lengths", lengths, batch)
     if max(lengths) > tokens:
         _expected(f"cache.lengths up to the buffer's {tokens} tokens", list(lengths))
-    starts = (0,) * batch if starts is None else _ints("cache.starts", starts, batch)
+    starts = (0,) * batch if starts is None else starts
+    _counts("cache.starts", starts, batch)
     if any(start > length for start, length in zip(starts, lengths, strict=True)):
         _expected(f"cache.starts up to the lengths {list(lengths)}", list(starts))
     context = max(length - start for start, length in zip(starts, lengths, strict=True))
@@ -313,11 +332,13 @@ def _check_query(q_nope: _Array, q_pe: _Array | None) -> tuple[int, int, int, mx
     if len(shape) != 4:
         _expected("q_nope [batch, heads, q_len, kv_lora_rank]", list(shape))
     batch, heads, q_len, rank = shape
-    if batch < 1 or not 1 <= heads <= MAX_HEADS or not 1 <= q_len <= MAX_Q_LEN:
-        _expected(
-            f"q_nope of batch 1 or more, heads 1..{MAX_HEADS} and q_len 1..{MAX_Q_LEN}",
-            list(shape),
-        )
+    for part, value, most in (
+        ("batch", batch, MAX_BATCH),
+        ("heads", heads, MAX_HEADS),
+        ("q_len", q_len, MAX_Q_LEN),
+    ):
+        if not 1 <= value <= most:
+            _expected(f"q_nope of {part} 1..{most}", list(shape))
     rope = 0
     if q_pe is not None:
         pe_shape = _shape_of("q_pe", q_pe, dtype)
@@ -337,19 +358,11 @@ def _shape_of(name: str, array: _Array, dtype: mx.Dtype) -> tuple[int, ...]:
     return array[0]
 
 
-def _ints(name: str, values: tuple[int, ...], batch: int) -> tuple[int, ...]:
-    """Plain ints of 0 or more, one per sequence, whatever integer type the caller's are."""
-    try:
-        if any(isinstance(value, mx.array) for value in values):
-            raise TypeError  # index() would evaluate it
-        values = tuple(map(index, values))
-    except TypeError:
-        _expected(f"{name} as ints", list(values))
+def _counts(name: str, values: tuple[int, ...], batch: int) -> None:
     if len(values) != batch:
         _expected(f"{name} with {batch} entries, one per sequence", list(values))
-    if min(values) < 0:
-        _expected(f"{name} of 0 or more", list(values))
-    return values
+    if min(values) < 0 or max(values) > MAX_CONTEXT:
+        _expected(f"{name} in 0..{MAX_CONTEXT}", list(values))
 
 
 def _checked(shape: Shape, lengths: tuple[int, ...], starts: tuple[int, ...]) -> _Checked:
@@ -360,4 +373,8 @@ def _checked(shape: Shape, lengths: tuple[int, ...], starts: tuple[int, ...]) ->
 
 
 def _expected(what: str, got: object) -> NoReturn:
-    raise ValueError(f"[mla_decode] expected {what}; got {got}")
+    try:
+        text = str(got)
+    except ValueError:  # Python writes no int of more than 4300 digits
+        text = f"{type(got).__name__} of thousands of digits"
+    raise ValueError(f"[mla_decode] expected {what}; got {text}") from None

@@ -10,8 +10,9 @@ from typing import Any
 from . import backends, device
 from .backends import Backend
 from .device import MLX_VERSION, Device
-from .errors import DeviceError
+from .errors import DeviceError, StoreError
 from .policy import read_rows
+from .store import exists
 
 VARIABLES = ("MLA_TUNER", "MLA_TUNER_DB", "MLA_TUNER_THREADS")
 COST = (
@@ -90,16 +91,22 @@ def native() -> Any:
 def db_facts(path: Path, here: Device, backend: Backend) -> dict[str, object]:
     """State of a database for a device; the file is only read, and need not exist.
 
-    `plans` counts tuned buckets that hold here, `other_mlx` those that `verify` can make hold, and
-    `other_kernel` those that must be tuned anew.
+    `problem`: what else than a file is there, or why nobody may look. `plans` counts tuned buckets
+    that hold here, `other_mlx` those that `verify` can make hold, and `other_kernel` those that
+    must be tuned anew.
     """
-    rows = read_rows(path, here) if path.exists() else []
+    try:
+        there, problem = exists(path), ""
+    except StoreError as error:
+        there, problem = False, str(error)
+    rows = read_rows(path, here) if there else []
     ours = [row for row in rows if row.kernel == backend.digest()]
     plans = {row.bucket for row in ours if row.mlx == MLX_VERSION}
     other_mlx = {row.bucket for row in ours} - plans
     return {
         "path": str(path),
-        "exists": path.exists(),
+        "exists": there,
+        "problem": problem,
         "plans": len(plans),
         "other_mlx": len(other_mlx),
         "other_kernel": len({row.bucket for row in rows} - plans - other_mlx),

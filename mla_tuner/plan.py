@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .shapes import MAX_PARTITIONS
 
@@ -10,26 +11,33 @@ from .shapes import MAX_PARTITIONS
 # `single`: one pass of our kernel. `split`: partitions of the context side by side, then a merge.
 PATHS = ("mlx", "mlx_rows", "single", "split")
 NATIVE_PATHS = ("single", "split")
-SOURCES = ("caller", "tuned", "fitted", "gates", "off")
+Source = Literal["caller", "off", "tuned", "fitted", "gates"]  # in the order of the look-up
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Path, partition count and tile (kernel variant; "" for the back end's default)."""
+    """Path, partition count and tile (kernel variant; "" for the back end's default).
+
+    Raises:
+        ValueError: a field is of another type, or the three don't go together.
+    """
 
     path: str
     partitions: int = 1
     tile: str = ""
 
     def __post_init__(self) -> None:
-        if self.path not in PATHS:
+        if not isinstance(self.path, str) or self.path not in PATHS:
             raise ValueError(f"[Plan] expected path in {PATHS}; got {self.path!r}")
         low, high = (2, MAX_PARTITIONS) if self.path == "split" else (1, 1)
-        if not low <= self.partitions <= high:
+        # A bool is an int, and 2.0 compares like one: neither is a count.
+        if type(self.partitions) is not int or not low <= self.partitions <= high:
             raise ValueError(
                 f"[Plan] expected partitions in {low}..{high} for path {self.path}; "
-                f"got {self.partitions}"
+                f"got {self.partitions!r}"
             )
+        if not isinstance(self.tile, str):
+            raise ValueError(f"[Plan] expected tile as text; got {self.tile!r}")
         if self.tile and not self.native:
             raise ValueError(f"[Plan] expected no tile for path {self.path}; got {self.tile!r}")
 
@@ -55,7 +63,7 @@ class Decision:
     """
 
     plan: Plan
-    source: str
+    source: Source
     reason: str
     expected_us: float | None = None
     speedup: float | None = None

@@ -8,19 +8,24 @@ The first step that answers wins: `off` (MLA_TUNER=off), `tuned` (this device me
 from __future__ import annotations
 
 import logging
+import math
 import os
+import reprlib
 import sqlite3
+import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from . import backends, fits, gates
 from . import device as devices
 from .backends import Backend
 from .device import MLX_VERSION, Device
+from .errors import StoreError
 from .plan import MLX, Decision, Plan
 from .shapes import DEEPSEEK, Bucket, Geometry, bucket_fields
 
@@ -73,9 +78,13 @@ class Policy:
         self._stale: dict[Bucket, str] = {}
         self._ranges: dict[Bucket, list[int]] = {}  # tuned contexts, by the bucket without context
         self._cache: dict[tuple[int | str, ...], Decision] = {}  # a Bucket equals its tuple
+        built, reason = self._backend.available()
+        self._missing = "" if built else reason
         kernel = self._backend.digest()
         for row in rows:
             if row.kernel != kernel:
+                if self._missing:
+                    continue  # the kernel is what is stale, and every decision says so
                 self._stale[row.bucket] = "tuned with another kernel: run `mla-tune`"
             elif row.mlx != mlx:
                 self._stale[row.bucket] = (
@@ -95,7 +104,7 @@ class Policy:
         """
         off = os.environ.get("MLA_TUNER", "").lower() == "off"
         device = device or devices.probe()
-        return cls(device, () if off else read_rows(Path(path or default_path()), device), off=off)
+        return cls(device, () if off else _winners(path, device), off=off)
 
     def __len__(self) -> int:
         """Tuned buckets that count here."""
@@ -122,6 +131,8 @@ class Policy:
         if len(self._cache) >= MAX_CACHED:
             self._cache.clear()
         decision = self._tuned(bucket) or self._fitted(bucket) or self._gated(bucket)
+        if self._missing not in decision.reason and not self.off:
+            decision = replace(decision, reason=f"{self._missing}; {decision.reason}")
         self._cache[bucket] = decision
         return decision
 
@@ -135,14 +146,13 @@ class Policy:
         if row.plan == MLX:
             reason = f"{when}: nothing beats mlx at context {bucket.context}"
         else:
-            span = f" [{row.speedup_low:.3g}, {row.speedup_high:.3g}]" if row.speedup_low else ""
+            low, high = row.speedup_low, row.speedup_high
+            span = "" if low is None or high is None else f" [{low:.3g}, {high:.3g}]"
             reason = (
                 f"{when}: {row.plan} is {row.speedup:.3g}x mlx{span} at context {bucket.context}"
             )
-        return Decision(
-            *(row.plan, "tuned", reason, row.median_us),
-            *(row.speedup, row.speedup_low, row.speedup_high),
-        )
+        interval = row.speedup_low, row.speedup_high
+        return Decision(row.plan, "tuned", reason, row.median_us, row.speedup, *interval)
 
     def _fitted(self, bucket: Bucket) -> Decision | None:
         contexts = self._ranges.get(bucket._replace(context=0), [])
@@ -170,29 +180,55 @@ class Policy:
 
 
 def default_path() -> Path:
-    """The user's database: MLA_TUNER_DB, else mla-tuner/tuning.db in the user's data folder."""
+    """The user's database: MLA_TUNER_DB, else mla-tuner/tuning.db in the user's data folder.
+
+    Raises:
+        StoreError: MLA_TUNER_DB begins with the home folder of a user who does not exist.
+    """
     named = os.environ.get("MLA_TUNER_DB")
     if named:
-        return Path(named).expanduser()
+        try:
+            return Path(named).expanduser()
+        except RuntimeError as error:
+            raise StoreError(f"cannot use MLA_TUNER_DB={named}: {error}") from error
     from platformdirs import user_data_dir
 
     return Path(user_data_dir("mla-tuner", appauthor=False)) / "tuning.db"
 
 
-def read_rows(path: Path, device: Device) -> list[Row]:
-    """Every stored winner of a device; empty, with one log line, where the file can't be used."""
+def _winners(path: str | Path | None, device: Device) -> list[Row]:
     try:
-        if not path.is_file():
-            log.warning("no tuning table at %s: run `mla-tune`; the gates decide", path)
-            return []
-        with closing(_open(path)) as connection:
-            return _select(connection, device.key)
-    except (sqlite3.Error, OSError, ValueError) as error:
-        log.warning("tuning table %s is not used (%s): the gates decide", path, error)
+        return read_rows(Path(path or default_path()), device)
+    except StoreError as error:
+        log.warning("%s: the gates decide", error)
         return []
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def read_rows(path: Path, device: Device) -> list[Row]:
+    """Every stored winner of a device; empty, with one log line, where the file can't be used."""
+    try:
+        kind = FILE_KINDS.get(stat.S_IFMT(path.stat().st_mode))
+        if kind:
+            raise ValueError(f"it is {kind}")
+        with closing(open_read_only(path)) as connection:
+            return _select(connection, device.key)
+    except (FileNotFoundError, NotADirectoryError):
+        log.warning("no tuning table at %s: run `mla-tune`; the gates decide", path)
+    except (sqlite3.Error, OSError, ValueError) as error:
+        log.warning("tuning table %s is not used (%s): the gates decide", path, error)
+    return []
+
+
+FILE_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
     """Read-only; as an unchanging file where the folder lets nobody make SQLite's side files."""
     address = f"file:{quote(str(path.absolute()))}?mode=ro"
     connection = sqlite3.connect(address, uri=True, timeout=LOCK_WAIT_S)
@@ -203,6 +239,9 @@ def _open(path: Path) -> sqlite3.Connection:
         connection.close()
         if os.access(path.parent, os.W_OK) or "locked" in str(error):
             raise
+    wal = path.with_name(f"{path.name}-wal")
+    if wal.exists() and wal.stat().st_size:  # without it the file may be half written
+        raise ValueError(f"{wal.name} holds changes that can't be read in a read-only folder")
     return sqlite3.connect(address + "&immutable=1", uri=True)
 
 
@@ -212,19 +251,55 @@ def _select(connection: sqlite3.Connection, device_key: str) -> list[Row]:
         raise ValueError(f"its schema is {version}, this version reads {SCHEMA_VERSION}")
     columns = ", ".join(ROW_COLUMNS)
     found = connection.execute(f"SELECT {columns} FROM plan WHERE device = ?", [device_key])
-    return [_row(values) for values in found]
+    return [checked_row(values) for values in found]
 
 
-def _row(values: tuple[object, ...]) -> Row:
-    """One checked row; a ValueError names what is wrong with it."""
+def checked_row(values: Sequence[Any]) -> Row:
+    """One stored winner from its raw values, in the order of `ROW_COLUMNS`.
+
+    Raises:
+        ValueError: one line that names the column and what is wrong with it.
+    """
+    for column, value in zip(ROW_COLUMNS, values, strict=True):
+        kind, holds = _KINDS[column]
+        if not holds(value):
+            raise ValueError(f"expected column {column} as {kind}; got {reprlib.repr(value)}")
     width = len(BUCKET_COLUMNS)
-    bucket = Bucket(*values[:width])  # type: ignore[arg-type]
     path, partitions, tile, *rest = values[width:]
-    try:
-        bucket.shape  # noqa: B018
-        return Row(bucket, Plan(path, partitions, tile), *rest)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ValueError(f"a stored plan is malformed: {error}") from error
+    row = Row(Bucket(*values[:width]), Plan(path, partitions, tile), *rest)
+    if row.bucket.context < 1 or row.bucket.shape.bucket != row.bucket:
+        raise ValueError(f"expected columns context, batch, q_len of a bucket; got {row.bucket}")
+    if (row.speedup_low is None) != (row.speedup_high is None):
+        raise ValueError("expected columns speedup_low and speedup_high both or neither; got one")
+    return row
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf
+
+
+def _is_amount_or_null(value: object) -> bool:
+    return value is None or _is_amount(value)
+
+
+# What each column must hold: SQLite takes any value in any column.
+_TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx")
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    **dict.fromkeys((*BUCKET_COLUMNS, "partitions"), ("an integer", _is_count)),
+    **dict.fromkeys(_TEXTS, ("printable text", _is_text)),
+    **dict.fromkeys(("median_us", "speedup"), ("a number of 0 or more", _is_amount)),
+    **dict.fromkeys(
+        ("speedup_low", "speedup_high"), ("a number of 0 or more, or NULL", _is_amount_or_null)
+    ),
+}
 
 
 _current: Policy | None = None

@@ -18,9 +18,8 @@ from rich.text import Text
 from .answers import plan_of, short
 
 if TYPE_CHECKING:
-    from .device import Device
     from .evidence import Measurement
-    from .tuner import Event
+    from .tuner import Event, RunStarted
 
 Answer = Mapping[str, Any]
 
@@ -86,10 +85,11 @@ def _digits(value: float) -> str:
 # --- answers -----------------------------------------------------------------------------------
 
 
-def start(device: Device, total: int, days: Sequence[str], budget_s: float) -> str:
-    """What a tuning run is about to do; `days` are those of the buckets already tuned."""
+def start(event: RunStarted) -> str:
+    """What a tuning run is about to do."""
+    device, total, days = event.device, event.total, event.days
     left = counted(total - len(days), "bucket")
-    text = f"Tuning {device.key} ({device.name}): {left}, {duration(budget_s)}."
+    text = f"Tuning {device.key} ({device.name}): {left}, {duration(event.budget_s)}."
     if days:
         since = min(days) if min(days) == max(days) else f"{min(days)} to {max(days)}"
         text += f" {len(days)} of {total} are tuned already ({since})."
@@ -228,6 +228,8 @@ def _self_check(answer: Answer) -> list[tuple[str, object]]:
 
 
 def _db_state(db: Answer) -> str:
+    if db["problem"]:
+        return str(db["problem"])
     if not db["exists"]:
         return "not there yet: run mla-tune"
     state = f"{counted(db['plans'], 'plan')} for this device"
@@ -308,9 +310,11 @@ class Progress:
             self._status.stop()
 
     def __call__(self, event: Event) -> None:
-        from .tuner import BucketSkipped, BucketStarted, BucketTuned
+        from .tuner import BucketSkipped, BucketStarted, BucketTuned, RunStarted
 
-        if isinstance(event, BucketStarted):
+        if isinstance(event, RunStarted):
+            self.line(start(event))
+        elif isinstance(event, BucketStarted):
             self._title = f"{event.number}/{event.total}  {short(event.bucket)}"
             self.note(self._title)
         elif isinstance(event, BucketTuned):

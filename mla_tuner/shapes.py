@@ -28,6 +28,8 @@ GEOMETRIES = (DEEPSEEK, Geometry(512, 0), Geometry(256, 64), Geometry(256, 32))
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 DTYPES = tuple(DTYPE_BYTES)
 LAYOUTS = ("paged", "dense")
+MAX_CONTEXT = 1 << 30  # the kernel counts tokens in an int
+MAX_BATCH = 1 << 16
 MAX_HEADS = 128
 MAX_Q_LEN = 8
 MAX_PARTITIONS = 64
@@ -52,13 +54,13 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
-            ("context", self.context, 0, 1 << 31),
-            ("batch", self.batch, 1, 1 << 16),
+            ("context", self.context, 0, MAX_CONTEXT),
+            ("batch", self.batch, 1, MAX_BATCH),
             ("heads", self.heads, 1, MAX_HEADS),
             ("q_len", self.q_len, 1, MAX_Q_LEN),
         ):
-            if not low <= value <= high:
-                raise ValueError(f"[Shape] expected {name} in {low}..{high}; got {value}")
+            if type(value) is not int or not low <= value <= high:
+                raise ValueError(f"[Shape] expected {name} in {low}..{high}; got {value!r}")
         for name, got, known in (
             ("dtype", self.dtype, DTYPES),
             ("layout", self.layout, LAYOUTS),

@@ -7,29 +7,41 @@ Every write is one transaction that starts with BEGIN IMMEDIATE: processes queue
 from __future__ import annotations
 
 import json
+import os
+import reprlib
 import sqlite3
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any
 
 from sqlite_utils import Database, Migrations
 
 from .device import Device
 from .errors import StoreError
-from .evidence import Measurement, verdict
-from .fits import Threshold, threshold
+from .evidence import STATUSES, Measurement, verdict
+from .fits import threshold
 from .plan import Plan
-from .policy import BUCKET_COLUMNS, ROW_COLUMNS, SCHEMA_VERSION, Row
+from .policy import (
+    BUCKET_COLUMNS,
+    FILE_KINDS,
+    ROW_COLUMNS,
+    SCHEMA_VERSION,
+    Row,
+    checked_row,
+    open_read_only,
+)
 from .shapes import Bucket
 
 LOCK_WAIT_S = 30.0
 
 migrations = Migrations("mla_tuner")
 
+TABLES = ("device", "run", "measurement", "plan", "threshold")
 _BUCKET = """
     context INTEGER NOT NULL, batch INTEGER NOT NULL, heads INTEGER NOT NULL, dtype TEXT NOT NULL,
     kv_lora_rank INTEGER NOT NULL, rope_dim INTEGER NOT NULL, q_len INTEGER NOT NULL,
@@ -37,7 +49,7 @@ _BUCKET = """
 _PLAN = "path TEXT NOT NULL, partitions INTEGER NOT NULL, tile TEXT NOT NULL"
 # Engines pin different MLX releases and share this file: each release keeps its own winners.
 _KEY = ("device", *BUCKET_COLUMNS, "kernel", "mlx")
-_TABLES = (
+_STATEMENTS = (
     """CREATE TABLE device (
     key TEXT PRIMARY KEY, backend TEXT NOT NULL, architecture TEXT NOT NULL, family TEXT NOT NULL,
     cores INTEGER, memory_gb INTEGER NOT NULL, name TEXT NOT NULL, cache_bytes INTEGER NOT NULL)""",
@@ -70,27 +82,57 @@ _TABLES = (
 @migrations()
 def create_tables(db: Database) -> None:
     """Schema 1: who measured, what was measured, and what follows from it."""
-    for statement in _TABLES:
+    for statement in _STATEMENTS:
         db.execute(statement)
+
+
+_SELECT_PLANS = f"SELECT {', '.join(ROW_COLUMNS)} FROM plan"
+_REBUILD = "`mla-tune db rebuild` makes all plans anew"
+_MEND = "correct or delete it and what refers to it, then run `mla-tune db rebuild`"
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file at `path`.
+
+    Raises:
+        StoreError: it can't be looked at, or is something else than a file.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StoreError(f"cannot use the database {path}: {error.strerror}") from error
+    kind = FILE_KINDS.get(stat.S_IFMT(mode))
+    if kind:
+        raise StoreError(f"cannot use the database {path}: it is {kind}")
+    return True
 
 
 class Store:
     """The tuning database at `path`, created and migrated on opening.
 
+    create: False opens only what is there already, and writes nothing by opening it.
+
     Raises:
-        StoreError: here and in every method, one line: the file is corrupt, newer, locked for
-            longer than `LOCK_WAIT_S`, or cannot be written.
+        StoreError: here and in every method, one line: the file is corrupt, newer, another
+            program's, locked for longer than `LOCK_WAIT_S`, holds malformed rows, or cannot be
+            written; or, without `create`, there is none.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+    def __init__(self, path: str | Path, *, create: bool = True) -> None:
+        self.path = Path(path)
+        there = exists(self.path)
+        if not there and not create:
+            raise StoreError(f"no database at {self.path}: run mla-tune")
         with self._clear_errors():
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            connection = sqlite3.connect(self.path, timeout=LOCK_WAIT_S)
+            connection = self._connect(there)
+            connection.text_factory = lambda raw: str(raw, errors="replace")
             self._db = Database(connection, execute_plugins=False)
         try:
             with self._clear_errors():
-                self._migrate()
+                if not self._is_current():
+                    self._migrate(create)
         except StoreError:
             connection.close()
             raise
@@ -178,35 +220,28 @@ class Store:
                 + ", id"
             )
             rows = list(db.query(duels))  # sqlite_utils' first upsert fails beside an open cursor
-            for (run, bucket), duel in groupby(rows, lambda row: (row["run"], _bucket(row))):
+            for (run, *_), duel in groupby(rows, lambda row: (row["run"], _bucket_values(row))):
                 evidence = list(duel)
-                measurements = [_measurement(row) for row in evidence]
-                if self._derive_plan(run, bucket, measurements, evidence[0]["at"]):
-                    self._derive_threshold(run, bucket)
+                with self._sound(_MEND):
+                    measurements = [_measurement(row) for row in evidence]
+                    bucket, at = _bucket(evidence[0]), evidence[0]["at"]
+                    if self._derive_plan(run, bucket, measurements, at):
+                        self._derive_threshold(run, bucket)
             return int(db.execute("SELECT count(*) FROM plan").fetchone()[0])
 
     # --- reading -----------------------------------------------------------------------------
 
     def plans(self, device: str | None = None) -> list[Row]:
         """Stored winners, of one device key or of all, in the order of their buckets."""
-        where, values = ("device = ?", [device]) if device else (None, [])
-        with self._clear_errors():
-            rows = self._db.table("plan").rows_where(
-                where, values, select=", ".join(ROW_COLUMNS), order_by=", ".join(BUCKET_COLUMNS)
-            )
-            return [_plan_row(row) for row in rows]
+        where, values = ("WHERE device = ?", [device]) if device else ("", [])
+        order = ", ".join(BUCKET_COLUMNS)
+        with self._clear_errors(), self._sound(_REBUILD):
+            found = self._db.execute(f"{_SELECT_PLANS} {where} ORDER BY {order}", values)
+            return [checked_row(row) for row in found]
 
-    def tuned(self, device: Device, kernel: str, mlx: str) -> set[Bucket]:
-        """Buckets of a device whose winner was found with this kernel and this MLX."""
-        return {r.bucket for r in self.plans(device.key) if (r.kernel, r.mlx) == (kernel, mlx)}
-
-    def thresholds(self, device: str) -> dict[Bucket, Threshold]:
-        """Thresholds of one device key by bucket with context 0; the newest run's where several."""
-        with self._clear_errors():
-            rows = self._db.table("threshold").rows_where("device = ?", [device], order_by="rowid")
-            return {
-                _bucket(r): Threshold(r["native_from"], r["split_from"], r["kappa"]) for r in rows
-            }
+    def tuned(self, device: Device, kernel: str, mlx: str) -> list[Row]:
+        """Winners of a device that were found with this kernel and this MLX."""
+        return [r for r in self.plans(device.key) if (r.kernel, r.mlx) == (kernel, mlx)]
 
     def evidence(self, bucket: Bucket | None = None) -> list[dict[str, Any]]:
         """Raw rows of `measurement` with their run's `device`, `kernel` and `mlx`, oldest first."""
@@ -220,7 +255,10 @@ class Store:
             return list(found)
 
     def check(self) -> dict[str, object]:
-        """Integrity, schema version and rows a table. `ok` is False where SQLite finds damage."""
+        """Integrity, schema version and rows a table.
+
+        `ok` is False where SQLite finds damage, or a row holds what can't be there.
+        """
         with self._clear_errors():
             found = [row[0] for row in self._db.execute("PRAGMA integrity_check").fetchall()]
             found += [
@@ -228,21 +266,53 @@ class Store:
                 for row in self._db.execute("PRAGMA foreign_key_check").fetchall()
             ]
             problems = [problem for problem in found if problem != "ok"]
-            tables = ("device", "run", "measurement", "plan", "threshold")
+            problems = problems or list(self._malformed())
             return {
                 "path": str(self.path),
                 "ok": not problems,
                 "problems": problems,
                 "schema": SCHEMA_VERSION,
-                "rows": {name: self._db.table(name).count for name in tables},
+                "rows": {name: self._db.table(name).count for name in TABLES},
             }
+
+    def _malformed(self) -> Iterator[str]:
+        """What is wrong with single rows, and the cure."""
+        for (run,) in self._db.execute("SELECT id FROM run").fetchall():
+            try:
+                self._identity(run)
+            except ValueError as error:
+                yield f"{error}: {_MEND}"
+        for row in self._db.query("SELECT * FROM measurement"):
+            try:
+                _measurement(row)
+            except ValueError as error:
+                yield f"{error}: {_MEND}"
+        for row in self._db.execute(_SELECT_PLANS):
+            try:
+                checked_row(row)
+            except ValueError as error:
+                yield f"plan: {error}: {_REBUILD}"
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _migrate(self) -> None:
-        """Bring the schema up to date; a file that is may be read-only."""
-        if self._is_current():
-            return
+    def _connect(self, there: bool) -> sqlite3.Connection:
+        """Ready for writing where that is possible, else for reading."""
+        folder = Path(os.path.realpath(self.path)).parent  # SQLite's side files lie there
+        if there and not all(os.access(each, os.W_OK) for each in (self.path, folder)):
+            return self._read_only()
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return sqlite3.connect(self.path, timeout=LOCK_WAIT_S)
+
+    def _read_only(self) -> sqlite3.Connection:
+        try:
+            return open_read_only(self.path)
+        except ValueError as error:
+            raise StoreError(f"cannot use the database {self.path}: {error}") from error
+
+    def _migrate(self, create: bool) -> None:
+        """Make the tables of an empty file."""
+        if not create:
+            raise StoreError(f"{self.path} holds no tuning data: run mla-tune")
         self._enable_wal()  # not possible within a transaction
         with self._write() as db:
             if not self._is_current():  # another process may have migrated while we waited
@@ -254,13 +324,22 @@ class Store:
             self._db.execute("PRAGMA journal_mode = WAL").fetchone()
 
     def _is_current(self) -> bool:
+        """Whether the file has this version's tables; False for an empty one."""
+        # Names before the version: another process may create both, at once, in between.
+        names = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master")}
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version > SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} has schema {version}, this mla-tuner writes {SCHEMA_VERSION}: "
                 "update mla-tuner, or name another file with --db"
             )
-        return bool(version == SCHEMA_VERSION)
+        if version == SCHEMA_VERSION and names.issuperset(TABLES):
+            return True
+        if names:
+            raise StoreError(
+                f"{self.path} is the database of another program: name another file with --db"
+            )
+        return False
 
     @contextmanager
     def _write(self) -> Iterator[Database]:
@@ -282,6 +361,14 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"cannot use the database {self.path}: {error}") from error
 
+    @contextmanager
+    def _sound(self, cure: str) -> Iterator[None]:
+        """For reading rows, which anybody may have changed."""
+        try:
+            yield
+        except ValueError as error:
+            raise StoreError(f"malformed data in {self.path} ({error}): {cure}") from error
+
     def _derive_plan(
         self, run: int, bucket: Bucket, duel: Sequence[Measurement], at: str
     ) -> Row | None:
@@ -289,39 +376,45 @@ class Store:
         if found is None:
             return None
         best, reason = found
-        device, kernel, mlx = self._identity(run)
-        interval = (best.ratio_low, best.ratio_high)
-        row = Row(
-            bucket,
-            best.plan,
-            best.median_us or 0.0,
-            best.ratio or 1.0,
-            *interval,
-            at[:10],
-            kernel,
-            mlx,
-        )
-        derived = {name: getattr(row, name) for name in ROW_COLUMNS[-7:]}
-        values = {"device": device, **_named(bucket, best.plan), **derived}
-        self._db.table("plan").upsert({**values, "reason": reason, "run": run}, pk=_KEY)
+        device, kernel, mlx, _ = self._identity(run)
+        times = (best.median_us or 0.0, best.ratio or 1.0, best.ratio_low, best.ratio_high)
+        values = (*bucket, *vars(best.plan).values(), *times, at[:10], kernel, mlx)
+        row = checked_row(values)
+        named = {"device": device, **dict(zip(ROW_COLUMNS, values, strict=True))}
+        self._db.table("plan").upsert({**named, "reason": reason, "run": run}, pk=_KEY)
         return row
 
     def _derive_threshold(self, run: int, bucket: Bucket) -> None:
-        device, kernel, mlx = self._identity(run)
+        device, kernel, mlx, cores = self._identity(run)
         family = bucket._replace(context=0)
         winners = {
             row.bucket: row.plan
             for row in self.plans(device)
             if (row.bucket._replace(context=0), row.kernel, row.mlx) == (family, kernel, mlx)
         }
-        cores = self._db.table("device").get(device)["cores"]
         found = threshold(winners, cores)
         named = {"device": device, **family._asdict(), "kernel": kernel, "mlx": mlx}
         self._db.table("threshold").upsert({**named, **vars(found)}, pk=_KEY)
 
-    def _identity(self, run: int) -> tuple[str, str, str]:
-        row = self._db.table("run").get(run)
-        return row["device"], row["kernel"], row["mlx"]
+    def _identity(self, run: int) -> tuple[str, str, str, int | None]:
+        """Device key, kernel, MLX and core count of a run.
+
+        Raises:
+            ValueError: the run or its device is missing or malformed.
+        """
+        found = self._db.query(
+            "SELECT device, kernel, mlx, cores FROM run JOIN device ON key = device WHERE id = ?",
+            [run],
+        )
+        row = next(found, None)
+        if row is None:
+            raise ValueError(f"run {run} or its device is missing")
+        try:
+            _expect(row, ("device", "kernel", "mlx"), str)
+            _expect(row, ("cores",), int, NoneType)
+        except ValueError as error:
+            raise ValueError(f"run {run}: {error}") from error
+        return row["device"], row["kernel"], row["mlx"], row["cores"]
 
 
 def _now() -> str:
@@ -332,19 +425,26 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=True, default=str)
 
 
-def _named(bucket: Bucket, plan: Plan) -> dict[str, Any]:
-    return {**bucket._asdict(), **vars(plan)}
+# What the columns of `measurement` must hold: SQLite takes any value in any column.
+_TEXTS = ("at", "dtype", "layout", "path", "tile", "status", "message", "samples_us")
+_INTEGERS = (*(name for name in BUCKET_COLUMNS if name not in _TEXTS), "partitions", "rounds")
+_NUMBERS = ("max_error", "median_us", "p10_us", "p90_us", "ratio", "ratio_low", "ratio_high")
+_MEASURED = ("status", "message", "rounds", *_NUMBERS)
+_KIND_NAMES = {str: "text", int: "an integer", float: "a number", NoneType: "NULL"}
 
 
-_MEASURED = (
-    *("status", "message", "max_error", "rounds", "median_us", "p10_us", "p90_us"),
-    *("ratio", "ratio_low", "ratio_high"),
-)
+def _expect(row: Mapping[str, Any], columns: Sequence[str], *kinds: type) -> None:
+    for column in columns:
+        if type(row[column]) not in kinds:
+            names = " or ".join(_KIND_NAMES[kind] for kind in kinds)
+            got = reprlib.repr(row[column])
+            raise ValueError(f"expected column {column} as {names}; got {got}")
 
 
 def _evidence(bucket: Bucket, measurement: Measurement) -> dict[str, Any]:
     return {
-        **_named(bucket, measurement.plan),
+        **bucket._asdict(),
+        **vars(measurement.plan),
         **{name: getattr(measurement, name) for name in _MEASURED},
         "samples_us": _json([float(f"{sample:.5g}") for sample in measurement.samples_us]),
         "executed": str(measurement.executed) if measurement.executed else None,
@@ -352,21 +452,33 @@ def _evidence(bucket: Bucket, measurement: Measurement) -> dict[str, Any]:
 
 
 def _measurement(row: Mapping[str, Any]) -> Measurement:
-    return Measurement(
-        shape=_bucket(row).shape,
-        plan=_plan(row),
-        samples_us=tuple(json.loads(row["samples_us"])),
-        **{name: row[name] for name in _MEASURED},
-    )
+    """One row of evidence.
+
+    Raises:
+        ValueError: one line that names the row and what is wrong with it.
+    """
+    try:
+        _expect(row, _TEXTS, str)
+        _expect(row, _INTEGERS, int)
+        _expect(row, _NUMBERS, int, float, NoneType)
+        if row["status"] not in STATUSES:
+            raise ValueError(f"expected column status in {STATUSES}; got {row['status']!r}")
+        samples = json.loads(row["samples_us"])
+        if not (isinstance(samples, list) and all(type(x) in (int, float) for x in samples)):
+            raise ValueError("expected column samples_us as a list of numbers")
+        return Measurement(
+            shape=_bucket(row).shape,
+            plan=Plan(row["path"], row["partitions"], row["tile"]),
+            samples_us=tuple(samples),
+            **{name: row[name] for name in _MEASURED},
+        )
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"measurement {row['id']}: {error}") from error
 
 
 def _bucket(row: Mapping[str, Any]) -> Bucket:
-    return Bucket(*(row[name] for name in BUCKET_COLUMNS))
+    return Bucket(*_bucket_values(row))
 
 
-def _plan(row: Mapping[str, Any]) -> Plan:
-    return Plan(row["path"], row["partitions"], row["tile"])
-
-
-def _plan_row(row: Mapping[str, Any]) -> Row:
-    return Row(_bucket(row), _plan(row), *(row[name] for name in ROW_COLUMNS[-7:]))
+def _bucket_values(row: Mapping[str, Any]) -> list[Any]:
+    return [row[name] for name in BUCKET_COLUMNS]

@@ -34,6 +34,16 @@ CALLS = 10  # calls of `mlx` that a bucket costs: a check, two search rounds, si
 
 
 @dataclass(frozen=True)
+class RunStarted:
+    """`total` buckets are wanted; `days` are those on which some of them were tuned already."""
+
+    device: Device
+    budget_s: float
+    total: int
+    days: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class BucketStarted:
     """`number` counts from 1 to `total`; `estimate_s` is what the bucket may take."""
 
@@ -68,7 +78,7 @@ class BucketSkipped:
     reason: str
 
 
-Event = BucketStarted | CandidateMeasured | BucketTuned | BucketSkipped
+Event = RunStarted | BucketStarted | CandidateMeasured | BucketTuned | BucketSkipped
 
 
 @dataclass
@@ -169,9 +179,11 @@ class _Run:
         started = self.runners.now()
         deadline = started + self.budget_s
         software, kernel = devices.software(), self.backend.digest()
-        known = self.store.tuned(self.device, kernel, software["mlx"])
+        known = {row.bucket: row for row in self.store.tuned(self.device, kernel, software["mlx"])}
         self.summary.skipped_known = [bucket for bucket in buckets if bucket in known]
         wanted = [bucket for bucket in buckets if bucket not in known]
+        days = tuple(known[bucket].day for bucket in self.summary.skipped_known)
+        self.tell(RunStarted(self.device, self.budget_s, len(buckets), days))
         if not wanted:
             return
         run = self.store.start_run(

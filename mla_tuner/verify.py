@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 
 from . import backends
 from .backends import Backend
+from .candidates import pieces
 from .cases import Case, Check, check, conformance_subset
 from .device import MLX_VERSION, Device, conditions, software
 from .evidence import Measurement
@@ -20,11 +22,11 @@ from .ops import last_run, mla_decode
 from .overview import kernels, native
 from .plan import MLX, Plan
 from .policy import Row
-from .store import Store
+from .store import Store, exists
 
 MIN_SECONDS = 2.0  # for one plan: its inputs, the check against float64, and short rounds
 ROUNDS = 8  # enough for an interval, with some to drop
-RESULTS = ("ok", "undecided", "slower", "wrong")
+Result = Literal["ok", "undecided", "slower", "wrong"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,10 @@ class KernelCheck:
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """One stored plan, timed again beside `mlx`. `result` is one of RESULTS."""
+    """One stored plan, timed again beside `mlx`."""
 
     row: Row
-    result: str
+    result: Result
     measurement: Measurement | None
 
     @property
@@ -64,10 +66,10 @@ def verify(
     started = time.monotonic()
     backend = backends.get(device.backend)
     progress("checking every kernel variant")
-    checked = check_kernels(backend)
-    if not db.exists():
-        return checked, [], 0
-    with Store(db) as store:
+    if not exists(db):
+        return check_kernels(backend), [], 0
+    with Store(db, create=False) as store:
+        checked = check_kernels(backend)
         left = budget_s - (time.monotonic() - started)
         return checked, *check_plans(store, device, backend, budget_s=left, progress=progress)
 
@@ -89,7 +91,7 @@ def check_kernels(backend: Backend) -> list[KernelCheck]:
 
 
 def run_case(case: Case, plan: Plan) -> Check:
-    """Run one case through the front door; wrong also where another kernel ran than asked for."""
+    """Run one case through the front door; wrong also where another plan ran than asked for."""
     try:
         out, lse = mla_decode(
             case.q_nope, case.q_pe, case.cache, scale=case.scale, plan=plan, return_lse=True
@@ -102,10 +104,17 @@ def run_case(case: Case, plan: Plan) -> Check:
         return Check(False, result.max_error, f"{case.shape}: {plan}: {result.reason}")
     run = last_run()
     executed = run.executed if run else None
-    # Short contexts are cut in fewer pieces than asked for; only the kernel must be the same.
-    if executed is None or (plan.native and (not executed.native or executed.tile != plan.tile)):
+    if executed != _expected(plan, case.shape.context):
         return Check(False, result.max_error, f"{case.shape}: asked for {plan}, ran {executed}")
     return result
+
+
+def _expected(plan: Plan, context: int) -> Plan:
+    """What runs when `plan` is asked for: a short context is cut in fewer pieces, or not at all."""
+    if not plan.native:
+        return plan
+    count = pieces(context, plan.partitions)
+    return Plan("split" if count > 1 else "single", count, plan.tile)
 
 
 def _summary(isa: str, variant: str, results: Sequence[Check]) -> KernelCheck:
@@ -167,7 +176,7 @@ def check_plans(
 def _wanted(store: Store, device: Device, kernel: str) -> list[Row]:
     """Stored plans worth timing: first those that only another MLX release keeps from counting."""
     rows = [row for row in store.plans(device.key) if row.kernel == kernel and row.plan != MLX]
-    known = store.tuned(device, kernel, MLX_VERSION)
+    known = {row.bucket for row in store.tuned(device, kernel, MLX_VERSION)}
     stale = _newest(row for row in rows if row.bucket not in known)
     return stale + _spread([row for row in rows if row.mlx == MLX_VERSION])
 
@@ -192,7 +201,7 @@ def _spread(rows: list[Row]) -> list[Row]:
     return [rows[i] for i in order]
 
 
-def _judge(duel: Sequence[Measurement]) -> tuple[str, Measurement | None]:
+def _judge(duel: Sequence[Measurement]) -> tuple[Result, Measurement | None]:
     rival = next((m for m in duel if m.plan != MLX), None)
     if rival is not None and rival.status in ("wrong", "error"):
         return "wrong", rival

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,6 +18,27 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLA_TUNER_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setattr(policy, "_current", None)
+
+
+@pytest.fixture(scope="session")
+def kernel() -> None:
+    """For tests that mean to run the compiled kernel: skips them, or fails where it is required."""
+    able, reason = backends.get("cpu").available()
+    if not able:
+        leave(f"the compiled kernel is not built: {reason}")
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """For tests that compile C++ themselves; the names are those that the Makefile looks for."""
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    if not any(name and shutil.which(name) for name in names):
+        leave("no C++ compiler was found")
+
+
+def leave(reason: str) -> None:
+    required = os.environ.get("MLA_TUNER_REQUIRE_NATIVE") == "1"
+    (pytest.fail if required else pytest.skip)(reason)
 
 
 def pytest_report_header() -> str:

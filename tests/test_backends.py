@@ -5,6 +5,11 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
+import time
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +17,10 @@ import mlx.core as mx
 import pytest
 
 import mla_tuner
-from mla_tuner import DenseCache, backends, mla_decode
+from mla_tuner import backends, mla_decode
 from mla_tuner.backends import cpu
 from mla_tuner.backends.cpu import CpuBackend
-from mla_tuner.backends.mlx_paths import MlxBackend
-from mla_tuner.cases import Case, check, make_case
+from mla_tuner.cases import check, make_case
 from mla_tuner.device import usable_cores
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import Shape
@@ -33,6 +37,8 @@ def native() -> Any:
 
 class FakeNative:
     """Stands for `_native` where its absence or its faults are the point."""
+
+    __spec__ = SimpleNamespace(origin=None)  # from no file
 
     def __init__(self, **changes: Any) -> None:
         self.record = {"ticket": 0}
@@ -91,6 +97,7 @@ def test_tickets_are_unique() -> None:
 # --- the CPU kernel
 
 
+@pytest.mark.usefixtures("kernel")
 def test_the_kernel_is_built_and_right() -> None:
     backend = backends.get("cpu")
     assert backend.available() == (True, "")
@@ -98,6 +105,7 @@ def test_the_kernel_is_built_and_right() -> None:
     assert len(backend.digest()) == 16
 
 
+@pytest.mark.usefixtures("kernel")
 def test_tiles_start_with_the_default() -> None:
     assert {rows: backends.get("cpu").tiles(rows) for rows in (1, 16, 20, 64, 65, 128, 1024)} == {
         1: ("r16",),
@@ -110,6 +118,7 @@ def test_tiles_start_with_the_default() -> None:
     }
 
 
+@pytest.mark.usefixtures("kernel")
 def test_refusals_name_the_tiles() -> None:
     backend = backends.get("cpu")
     # A stored plan's bucket rounds q_len, so a tile larger than the rows must stay legal.
@@ -119,6 +128,7 @@ def test_refusals_name_the_tiles() -> None:
     assert refusal == "the CPU kernel's tiles are r16, r32, r64, r128"
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("tile", ["", "r16", "r32", "r64", "r128"])
 @pytest.mark.parametrize("heads", [5, 16, 20, 128])
 def test_every_tile_runs_as_asked(heads: int, tile: str) -> None:
@@ -133,6 +143,7 @@ def test_every_tile_runs_as_asked(heads: int, tile: str) -> None:
         assert found.executed == plan
 
 
+@pytest.mark.usefixtures("kernel")
 def test_tickets_beyond_31_bits_come_round() -> None:
     backend, case = backends.get("cpu"), make_case(SHAPE)
     for ticket in ((1 << 31) + 7, (1 << 40) + 9):
@@ -148,14 +159,21 @@ def test_tickets_beyond_31_bits_come_round() -> None:
 def test_threads_follow_the_cores_and_the_variable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for text, count in (("", usable_cores()), ("3", 3), ("0", usable_cores())):
+    bad = ("0", "-1", "1025", "99999999999", "9" * 5000, "2.5", "1e3", "two", " 3", "²", "\uff13")
+    good = {"1": 1, "3": 3, "003": 3, "1024": 1024}
+    for text, count in good.items() | {(text, usable_cores()) for text in ("", *bad)}:
+        caplog.clear()
         monkeypatch.setenv("MLA_TUNER_THREADS", text)
         fake = FakeNative()
         assert install(monkeypatch, fake).available() == (True, "")
         assert fake.count == count
-    assert [record.getMessage() for record in caplog.records] == [
-        "MLA_TUNER_THREADS='0' is not a positive number: ignored"
-    ]
+        if text in bad:
+            (line,) = caplog.messages
+            assert line.startswith("MLA_TUNER_THREADS='")
+            assert line.endswith("' is not in 1..1024: ignored")
+            assert len(line) < 100
+        else:
+            assert caplog.records == []
 
 
 @pytest.mark.parametrize(
@@ -188,6 +206,120 @@ def test_without_the_kernel_mlx_serves(
     assert reason in caplog.text
 
 
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A package's folder that is searched for what the build makes, before the real one."""
+    for name in ("mla_tuner._build_info", "mla_tuner._native"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [m for m in sys.meta_path if "skbc" not in str(type(m))])
+    monkeypatch.setattr(mla_tuner, "__path__", [str(tmp_path)])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "MLX_VERSION = ",
+        "\0",
+        "1 / 0",
+        "raise RuntimeError('two\\nlines')",
+        "MLX_VERSION = None",
+        f"MLX_VERSION = {INSTALLED!r}",
+        "KERNEL_DIGEST = 'feed'",
+    ],
+    ids=repr,
+)
+def test_a_broken_build_is_one_warning(
+    text: str, sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Empty, half written: the file beside the binary may be anything."""
+    (sources / "_build_info.py").write_text(text)
+    assert_only_mlx(CpuBackend(), caplog, "the CPU kernel is not built (for MLX ")
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError, OSError, KeyError])
+def test_whatever_an_import_raises_is_one_warning(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An editable install raises FileNotFoundError where a file is gone."""
+
+    def fail(name: str) -> Any:
+        raise error(f"no {name}")
+
+    monkeypatch.setattr(cpu, "import_module", fail)
+    assert_only_mlx(CpuBackend(), caplog, "the CPU kernel is not built (for MLX ")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"not a library at all" * 10])
+def test_a_broken_binary_is_one_warning(
+    content: bytes, sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = f"MLX_VERSION = {INSTALLED!r}\nKERNEL_DIGEST = 'feed'\n"
+    (sources / "_build_info.py").write_text(info)
+    (sources / f"_native{EXTENSION_SUFFIXES[0]}").write_bytes(content)
+    assert_only_mlx(CpuBackend(), caplog, f"the CPU kernel, built for MLX {INSTALLED}, does not")
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.skipif(sys.platform != "linux", reason="other loaders look at the length themselves")
+@pytest.mark.parametrize("part", [0.01, 0.3, 0.9, 0.9999])
+def test_a_binary_that_was_cut_short_is_never_loaded(
+    part: float, tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    """In this process: loading it would end it with SIGBUS."""
+    whole = Path(native().__file__).read_bytes()
+    request.getfixturevalue("sources")
+    info = f"MLX_VERSION = {INSTALLED!r}\nKERNEL_DIGEST = 'feed'\n"
+    (tmp_path / "_build_info.py").write_text(info)
+    (tmp_path / f"_native{EXTENSION_SUFFIXES[0]}").write_bytes(whole[: int(len(whole) * part)])
+    assert_only_mlx(CpuBackend(), caplog, "is cut short")
+
+
+def assert_only_mlx(backend: CpuBackend, caplog: pytest.LogCaptureFixture, words: str) -> None:
+    able, reason = backend.available()
+    assert not able
+    assert words in reason
+    assert "make setup" in reason
+    assert "\n" not in reason
+    assert (backend.digest(), backend.tiles(16), backend.executed(1)) == ("", (), None)
+    assert backend.self_check() == (False, reason)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert reason in caplog.text
+
+
+def test_threads_that_come_together_get_one_back_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one warning."""
+    monkeypatch.setattr(backends, "_make", cache(backends._make.__wrapped__))
+    monkeypatch.setattr(backends, "get", cache(backends.get.__wrapped__))
+    load = cpu._load
+    gate = threading.Barrier(8)
+
+    def slow() -> cpu.Kernel:
+        time.sleep(0.01)  # lets the others in, were they not held
+        return load()
+
+    monkeypatch.setattr(cpu, "_load", slow)
+    monkeypatch.setitem(sys.modules, "mla_tuner._build_info", None)  # type: ignore[arg-type]
+    found = []
+
+    def ask() -> None:
+        gate.wait()
+        backend = backends.get("cpu")
+        found.append((backend, backend.refusal(Plan("single"), SHAPE)))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert len(caplog.records) == 1
+
+
 def test_a_binary_for_another_mlx_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Trap:
         def __getattr__(self, name: str) -> Any:
@@ -211,8 +343,30 @@ assert check(case, out, None, run.plan).ok
 print(run.executed, "|", run.decision.reason)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("mlx | ")
+    assert done.stdout.startswith("mlx | the CPU kernel is not built")
     assert done.stderr.count("the CPU kernel is not built") == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        ("None", "is not built ("),
+        ("SimpleNamespace(MLX_VERSION='0.1', KERNEL_DIGEST='feed')", "was built for MLX 0.1, but "),
+    ],
+)
+def test_the_command_plan_says_why_there_is_no_kernel(build: str, words: str) -> None:
+    """For every shape, and first."""
+    code = f"""
+import sys; from types import SimpleNamespace
+sys.modules["mla_tuner._build_info"] = {build}
+from mla_tuner.cli import main
+for shape in ("2k", "32k", "0", "1024m", "64k --batch 64", "32k --q-len 8", "8k --layout dense"):
+    main(f"plan --json --heads 16 --context {{shape}}".split(), standalone_mode=False)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count(f'"reason": "the CPU kernel {words}') == 7, done.stdout
+    assert done.stdout.count("make setup") == 7
+    assert done.stderr.count("only the mlx paths run") == 1
 
 
 # --- the self-check
@@ -236,6 +390,7 @@ def broken(change: str) -> Any:
     return FakeNative(mla_decode=decode, last_run=native().last_run)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -254,6 +409,7 @@ def test_the_self_check_finds(change: str, message: str, monkeypatch: pytest.Mon
     assert backend.self_check() == (passed, reason)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_the_self_check_leaves_no_trace_in_random_numbers() -> None:
     mx.random.seed(3)
     want = mx.random.normal((4,))
@@ -264,64 +420,3 @@ def test_the_self_check_leaves_no_trace_in_random_numbers() -> None:
 
 def test_the_self_check_bounds_match_its_dtypes() -> None:
     assert {mx.float32, mx.float16, mx.bfloat16} == set(cpu._SELF_CHECK_BOUND)
-
-
-# --- MLX's own paths
-
-
-def stock(case: Case) -> mx.array:
-    """What mlx-lm's absorbed models compute for one token."""
-    assert isinstance(case.cache, DenseCache)
-    assert case.cache.k_pe is not None
-    assert case.q_pe is not None
-    latent, k_pe = case.cache.latent, case.cache.k_pe
-    mask = (case.q_pe * case.scale) @ k_pe.swapaxes(-1, -2)
-    attention = mx.fast.scaled_dot_product_attention
-    return attention(case.q_nope, latent, latent, scale=case.scale, mask=mask)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_mlx_is_exactly_what_engines_run(batch: int) -> None:
-    case = make_case(Shape(100, batch, 16, layout="dense"), strided=True)
-    out = mla_decode(case.q_nope, case.q_pe, case.cache, scale=case.scale, plan=MLX)
-    assert mx.array_equal(out, stock(case))
-
-
-def test_equal_lengths_run_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No loop over sequences where none is needed: the measured baseline must not be slowed."""
-    calls = []
-    attention = mx.fast.scaled_dot_product_attention
-    monkeypatch.setattr(
-        mx.fast,
-        "scaled_dot_product_attention",
-        lambda *a, **k: calls.append(a[0].shape) or attention(*a, **k),
-    )
-    for lengths, shapes in (((64, 64), [(2, 5, 1, 512)]), ((64, 32), [(1, 5, 1, 512)] * 2)):
-        for layout in ("paged", "dense"):
-            calls.clear()
-            case = make_case(Shape(64, 2, 5, layout=layout, lengths=lengths))
-            mla_decode(case.q_nope, case.q_pe, case.cache, scale=case.scale, plan=MLX)
-            assert calls == shapes
-
-
-@pytest.mark.parametrize("plan", [MLX, Plan("mlx_rows"), Plan("split", 2)], ids=str)
-def test_nothing_is_evaluated_while_building(plan: Plan) -> None:
-    case = make_case(Shape(100, 2, 5, lengths=(100, 40)))
-    before = mx.get_active_memory()
-    out, lse = mla_decode(
-        case.q_nope, case.q_pe, case.cache, scale=case.scale, plan=plan, return_lse=True
-    )
-    assert mx.get_active_memory() - before < 256  # constants
-    mx.eval(out, lse)
-    assert mx.get_active_memory() - before >= out.nbytes + lse.nbytes
-
-
-def test_a_back_end_runs_what_it_does_not_refuse() -> None:
-    case = make_case(Shape(100, 2, 5, "float32"))
-    lengths, starts = case.shape.all_lengths, (0, 0)
-    call = backends.Call(
-        *(case.q_nope, case.q_pe, case.cache, case.scale, case.shape, lengths, starts), 1, True
-    )
-    for plan in (MLX, Plan("mlx_rows")):
-        out, lse = MlxBackend("metal").run(plan, call)
-        assert check(case, out, lse, plan).ok

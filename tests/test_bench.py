@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fakes import FakeBackend, FakeRunners, make_device
 
-from mla_tuner import backends, bench
+from mla_tuner import bench
 from mla_tuner.device import probe
 from mla_tuner.evidence import Measurement
 from mla_tuner.measure import Checked
@@ -61,10 +61,36 @@ def test_every_candidate(fake: FakeRunners) -> None:
     assert {plan.tile for plan in plans} == {"", "r16", "r32"}
 
 
-def test_refused_plans_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kernel_only_what_was_asked_for_is_refused(
+    fake: FakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench.backends, "get", lambda name: FakeBackend(reason="not built"))
+    assert paths(bench.plans_for(SHAPE, make_device())) == ["mlx", "mlx_rows"]
     plans = bench.plans_for(SHAPE, make_device(), partitions=[2])
-    assert paths(plans) == ["mlx", "mlx_rows"]
+    assert paths(plans) == ["mlx", "mlx_rows", "split"]
+    assert bench.refusal(plans[-1], SHAPE, make_device()) == "not built"
+
+
+def test_what_cannot_run_as_asked_is_said_first_and_never_run(fake: FakeRunners) -> None:
+    """A context of few tokens makes no 64 pieces; the back end may refuse for its own reasons."""
+    told: list[Measurement] = []
+    for context, partitions, able in ((1024, 64, 16), (1024, 10, 8), (64, 2, 1)):
+        shape, plan = Shape(context, 1, 16), Plan("split", partitions, "r16")
+        rows = list(
+            bench.bench(
+                [shape],
+                lambda shape, plan=plan: [MLX, plan],  # type: ignore[misc]
+                device=make_device(),
+                budget_s=60,
+                progress=told.append,
+            )
+        )
+        first = told[-2]
+        assert (first.plan, first.status) == (plan, "error")
+        assert f"makes only {able} pieces of " in first.message
+        assert [row["median_us"] is None for row in rows] == [False, True]
+        assert fake.last is not None
+        assert plan not in fake.last.calls
 
 
 def test_rows(fake: FakeRunners) -> None:
@@ -110,10 +136,8 @@ def test_too_large_a_shape_is_said_and_not_run() -> None:
     assert "GiB" in told[0].message
 
 
+@pytest.mark.usefixtures("kernel")
 def test_on_this_machine() -> None:
-    able, reason = backends.get("cpu").available()
-    if not able:
-        pytest.skip(f"no native kernel: {reason}")
     device = probe("cpu")
     shape = Shape(200, 2, 4, lengths=(200, 70))
     rows = list(

@@ -267,6 +267,7 @@ def test_a_pool_refuses_what_it_cannot_serve() -> None:
 # --- the shared conformance subset
 
 
+@pytest.mark.usefixtures("kernel")
 def test_the_subset_is_small_and_reaches_every_variant() -> None:
     found = list(conformance_subset(backends.get("cpu")))
     assert 30 <= len(found) <= 120

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from fakes import FakeBackend, FakeRunners, make_device
 
-from mla_tuner import __version__, backends, bench, cli, tuner, verify
+from mla_tuner import __version__, backends, bench, cli, overview, tuner, verify
 from mla_tuner import device as devices
 from mla_tuner.measure import machine_lock
 from mla_tuner.plan import MLX, Plan
@@ -131,6 +132,7 @@ def test_another_tuner_is_running(fake: FakeRunners) -> None:
     with machine_lock():
         for command in (TUNE, ["bench", *GRID]):
             assert "another process is tuning" in error(*command)
+            assert len(run(*command, code=1).stderr.splitlines()) == 1
 
 
 def test_model_gives_heads_and_geometry(fake: FakeRunners, tmp_path: Path) -> None:
@@ -188,6 +190,94 @@ def test_unknown_model() -> None:
     assert "did you mean DeepSeek-V3" in error("--model", "deepsek-v3")
 
 
+DB_COMMANDS = [
+    TUNE,
+    ["probe"],
+    ["plan", "--context", "1k", "--heads", "16"],
+    ["verify"],
+    *(["db", name] for name in ("check", "rebuild", "path")),
+]
+
+
+def lines(*args: str) -> list[str]:
+    """What a command that may fail puts on stderr; never a traceback."""
+    result = CliRunner().invoke(cli.main, args)
+    assert result.exit_code in (0, 1)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.stderr.splitlines()
+
+
+@pytest.mark.parametrize("command", DB_COMMANDS, ids=" ".join)
+def test_odd_database_paths_are_one_line(
+    fake: FakeRunners,
+    no_cases: None,
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for path in ("~nosuchuser/t.db", "x" * 4000, "/dev/null"):
+        assert len(lines(*command, "--db", path)) <= 1
+    for path in ("~nosuchuser/t.db", str(tmp_path), "/dev/null"):
+        monkeypatch.setenv("MLA_TUNER_DB", path)
+        assert len(lines(*command)) <= 1
+
+
+@pytest.mark.parametrize("command", DB_COMMANDS, ids=" ".join)
+def test_a_forbidden_folder_is_one_line(
+    fake: FakeRunners,
+    no_cases: None,
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    really = Path.stat
+
+    def denied(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "t.db":
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, **options)
+
+    monkeypatch.setattr(Path, "stat", denied)
+    assert len(lines(*command, "--db", str(tmp_path / "t.db"))) <= 1
+
+
+@pytest.mark.parametrize("command", DB_COMMANDS, ids=" ".join)
+def test_a_malformed_table_is_one_line(
+    fake: FakeRunners, no_cases: None, command: list[str], db: Path
+) -> None:
+    run(*TUNE)
+    with sqlite3.connect(db) as connection:
+        connection.execute("UPDATE plan SET path = 'warp', median_us = 'abc'")
+    connection.close()
+    assert len(lines(*command)) <= 1
+
+
+def test_a_malformed_table_is_found_and_rebuilt(fake: FakeRunners, db: Path) -> None:
+    run(*TUNE)
+    with sqlite3.connect(db) as connection:
+        connection.execute("UPDATE plan SET speedup = 'abc' WHERE context = 1024")
+    connection.close()
+    assert "expected column speedup" in error(*TUNE)
+    result = run("db", "check", code=1)
+    assert "mla-tune db rebuild" in result.stdout.replace("\n", " ")
+    run("db", "rebuild")
+    assert answer("db", "check")["ok"]
+    assert answer(*TUNE)["already_tuned"] == 2
+
+
+@pytest.mark.parametrize("command", [["db", "check"], ["db", "rebuild"], TUNE, ["verify"]])
+def test_a_foreign_database_is_not_touched(
+    fake: FakeRunners, no_cases: None, command: list[str], db: Path
+) -> None:
+    with sqlite3.connect(db) as connection:
+        connection.execute("CREATE TABLE bookmark (url TEXT)")
+    connection.close()
+    before = db.read_bytes()
+    assert "database of another program" in error(*command)
+    assert db.read_bytes() == before
+    assert [path.name for path in db.parent.glob("*.db*")] == [db.name]
+
+
 def test_unusable_databases(fake: FakeRunners, tmp_path: Path) -> None:
     corrupt = tmp_path / "corrupt.db"
     corrupt.write_bytes(b"this is no database" * 1000)
@@ -234,11 +324,17 @@ def test_unusable_databases(fake: FakeRunners, tmp_path: Path) -> None:
         ["plan", "--batch", "3", "--heads", "16", "--lengths", "1,2"],
         ["plan", "--context", "3000000000", "--heads", "16"],
         ["bench", "--lengths", "0,0"],
+        ["bench", "--lengths", "5,5", "--contexts", "1k"],
+        ["bench", "--lengths", "5,6", "--batches", "2"],
+        ["bench", "--partitions", "4", "--paths", "single"],
         ["bench", "--partitions", "65"],
         ["bench", "--partitions", "1"],
         ["bench", "--paths", "magic"],
         ["--budget", "5m", "plan", "--context", "4k", "--heads", "16"],
         ["--heads", "16", "verify"],
+        ["--model", "kimi-k2", "verify"],
+        ["--geometry", "512+64", "probe"],
+        ["--device", "cpu", "db", "path"],
         ["db"],
     ],
 )
@@ -298,6 +394,15 @@ def test_bench(fake: FakeRunners) -> None:
     assert "context 500 batch 2 heads 3 bfloat16 512+64 paged ragged" in text
 
 
+def test_bench_says_which_counts_cannot_run(fake: FakeRunners) -> None:
+    args = ("bench", "--contexts", "1k,32k", "--partitions", "64", "--heads", "16")
+    result = run(*args, "--json")
+    assert "split x64 r16 error: context 1024 makes only 16 pieces" in result.stderr
+    rows = {(row["shape"].split()[1], row["path"]): row for row in json.loads(result.stdout)}
+    assert rows["1024", "split"]["median_us"] is None
+    assert rows["32768", "split"]["executed"] == "split x64 r16"
+
+
 def test_bench_without_a_single_time(fake: FakeRunners) -> None:
     def broken(plan: Plan):
         raise RuntimeError("no memory")
@@ -312,7 +417,8 @@ def test_bench_without_a_single_time(fake: FakeRunners) -> None:
 def no_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the kernel check to its own tests: a fake has no kernel."""
     monkeypatch.setattr(verify, "conformance_subset", lambda backend: [])
-    monkeypatch.setattr(verify, "kernels", lambda backend: [])
+    for module in (verify, overview):
+        monkeypatch.setattr(module, "kernels", lambda backend: [])
 
 
 def test_verify(fake: FakeRunners, no_cases: None) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mla_tuner import backends
 from mla_tuner.device import probe
 from mla_tuner.store import Store
 from mla_tuner.tuner import default_buckets, tune
@@ -40,12 +39,10 @@ print(json.dumps({
 """
 
 
+@pytest.mark.usefixtures("kernel")
 def test_a_new_process_runs_the_plan_that_was_tuned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    available, reason = backends.get("cpu").available()
-    if not available:
-        pytest.skip(f"no native kernel: {reason}")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
     device = probe("cpu")
     wanted = default_buckets([1024], [1], [2, 4], ["bfloat16"])

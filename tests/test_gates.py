@@ -72,3 +72,17 @@ def test_the_kernel_is_not_run_for_a_plan_that_does_not_need_it() -> None:
 
     bucket = bucket_of(1024, 1, 16, "bfloat16")
     assert gate(bucket, make_device(), fail, FakeBackend())[0] == MLX
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"context": context} for context in (0, 1024, 32768, 10**9)),
+        *({"dtype": "int8"}, {"heads": 1000}, {"q_len": 2}, {"q_len": 99}),
+        *({"cores": None}, {"batch": 64}, {"heads": 128}),
+    ],
+    ids=str,
+)
+def test_a_missing_kernel_comes_before_everything(options: dict[str, object]) -> None:
+    missing = FakeBackend(reason="built for MLX 1.0", checked=(False, "not run"))
+    assert ask(**options, backend=missing) == (MLX, "built for MLX 1.0")  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ PACKAGE = Path(mla_tuner.__file__).parent
 
 # Highest first; a module imports only from rows below its own.
 LAYERS = [
+    ["__main__"],
     ["cli"],
     ["report"],
     ["answers"],

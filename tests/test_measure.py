@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import os
+import stat
 import subprocess
 import sys
 from collections import Counter
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 from fakes import FakeRunner, make_device
 
-from mla_tuner import backends, measure
+from mla_tuner import measure
 from mla_tuner.errors import BusyError
 from mla_tuner.evidence import Measurement, median_interval
 from mla_tuner.measure import (
@@ -321,6 +323,48 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.usefixtures("own_lock")
+def test_the_lock_serves_every_user_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with machine_lock():
+            pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "mla-tuner.lock").stat().st_mode) == 0o666
+
+
+@pytest.mark.usefixtures("own_lock")
+def test_a_lock_of_another_user_is_opened_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux refuses O_CREAT on it in a shared folder (fs.protected_regular)."""
+    with machine_lock():
+        pass
+    really = os.open
+
+    def protected(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", protected)
+    with machine_lock():
+        pass
+
+
+@pytest.mark.usefixtures("own_lock")
+def test_two_that_make_the_lock_at_once_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.open
+
+    def beaten(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            os.close(really(path, os.O_WRONLY | os.O_CREAT, mode))
+        return really(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", beaten)
+    with machine_lock(), pytest.raises(BusyError, match="another process"), machine_lock():
+        pass
+
+
 # --- the real device -------------------------------------------------------------------------
 
 
@@ -343,13 +387,10 @@ def test_a_shape_that_does_not_fit_in_memory_is_an_error_for_every_plan() -> Non
     assert "the cache takes 9.0 GiB" in found[0].message
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("layout", ["paged", "dense"])
 @pytest.mark.parametrize("geometry", [GEOMETRIES[0], GEOMETRIES[1]], ids=str)
 def test_every_path_of_the_cpu_runs_as_asked(layout: str, geometry: tuple[int, int]) -> None:
-    backend = backends.get("cpu")
-    available, reason = backend.available()
-    if not available:
-        pytest.skip(f"no native kernel: {reason}")
     shape = Shape(256, 2, 3, "float32", geometry, 2, layout)  # type: ignore[arg-type]
     plans = [MLX, Plan("mlx_rows"), Plan("single"), Plan("split", 2)]
     found = measure.measure(shape, plans, device=make_device(), budget_s=60.0, effort=Effort(1, 1))

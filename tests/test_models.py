@@ -94,6 +94,7 @@ def without(field: str) -> dict[str, int]:
     ("data", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100000, "not JSON"),
         ("[1]", "expected a JSON object; got list"),
         ({}, "kv_lora_rank is missing: not a model with multi-head latent attention"),
         (without("num_attention_heads"), "num_attention_heads: field required$"),
@@ -121,6 +122,25 @@ def test_missing_config_file(tmp_path):
         resolve(str(tmp_path / "config.json"))
     with pytest.raises(ModelError, match=r"config.json: No such file"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_name(name):
+    with pytest.raises(ModelError, match=r"expected the name of a model.*; got no text"):
+        resolve(name)
+
+
+def test_a_path_that_nobody_may_look_at_is_one_line(monkeypatch, tmp_path):
+    with pytest.raises(ModelError, match=r"File name too long$"):
+        resolve("x" * 5000)
+
+    def denied(path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.stat", denied)
+    for name in ("config.json", "folder"):
+        with pytest.raises(ModelError, match=f"{name}: Permission denied$"):
+            resolve(str(tmp_path / name))
 
 
 def test_binary_config_file(tmp_path):

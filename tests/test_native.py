@@ -7,6 +7,7 @@ import signal
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import count, product
 from typing import Any
 
@@ -14,7 +15,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-native = pytest.importorskip("mla_tuner._native")
+from mla_tuner import backends
+
+pytestmark = pytest.mark.usefixtures("kernel")
+native: Any = import_module("mla_tuner._native") if backends.get("cpu").available()[0] else None
 
 BOUND = {
     "float32": 1e-5,
@@ -25,7 +29,7 @@ GEOMETRIES = [(512, 64), (512, 0), (256, 64), (256, 32)]
 tickets = count(1)
 
 
-@pytest.fixture(params=native.isas())
+@pytest.fixture(params=native.isas() if native else ["none"])
 def isa(request):
     native.set_isa(request.param)
     yield request.param

@@ -59,6 +59,7 @@ class Untouched(MlxBackend):
 # --- results
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("shape", [PAGED, DENSE], ids=["paged", "dense"])
 @pytest.mark.parametrize("plan", [MLX, Plan("mlx_rows"), Plan("single"), Plan("split", 2)], ids=str)
 def test_every_path_answers_and_reports_itself(shape: Shape, plan: Plan) -> None:
@@ -74,6 +75,7 @@ def test_every_path_answers_and_reports_itself(shape: Shape, plan: Plan) -> None
     assert (found.executed.path, found.executed.partitions) == (plan.path, plan.partitions)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_lse_only_when_asked() -> None:
     case = make_case(PAGED)
     for plan in (MLX, Plan("split", 2)):
@@ -81,6 +83,7 @@ def test_lse_only_when_asked() -> None:
         assert check(case, call(case, plan=plan), None, plan).ok
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("layout", ["paged", "dense"])
 @pytest.mark.parametrize("plan", [MLX, Plan("single")], ids=str)
 def test_no_rope_is_none_or_of_width_zero(layout: str, plan: Plan) -> None:
@@ -94,6 +97,7 @@ def test_no_rope_is_none_or_of_width_zero(layout: str, plan: Plan) -> None:
             assert check(case, call(case, q_pe=q_pe, cache=cache, plan=plan), None, plan).ok
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("kind", [list, tuple, np.array], ids=["list", "tuple", "numpy"])
 @pytest.mark.parametrize("plan", [MLX, Plan("split", 2)], ids=str)
 def test_any_host_ints_are_lengths(kind: Callable[[Any], Any], plan: Plan) -> None:
@@ -114,6 +118,7 @@ def test_context_is_counted_from_the_starts() -> None:
     assert policy.asked == [(100, 1, 5, "float32", 1, DEEPSEEK, "dense")]
 
 
+@pytest.mark.usefixtures("kernel")
 def test_threads_share_the_op() -> None:
     cases = [make_case(replace(PAGED, heads=heads)) for heads in (1, 3, 5, 16)]
     plan, failures = Plan("split", 2), []
@@ -148,6 +153,7 @@ def zeros(*shape: int) -> mx.array:
     return mx.zeros(shape)
 
 
+NO_INTS = "cache.lengths as a sequence of host ints"
 ANY_LAYOUT: dict[str, tuple[Callable[[Case], dict[str, Any]], str]] = {
     "q_nope is numpy": (lambda c: {"q_nope": np.array(c.q_nope)}, "q_nope as an mx.array; got nd"),
     "q_nope is None": (lambda c: {"q_nope": None}, "q_nope as an mx.array; got NoneType"),
@@ -156,8 +162,12 @@ ANY_LAYOUT: dict[str, tuple[Callable[[Case], dict[str, Any]], str]] = {
         r"q_nope \[batch, .*got \[5, 1, 512\]",
     ),
     "q_nope is int": (lambda c: {"q_nope": c.q_nope.astype(mx.int32)}, "q_nope in .*got .*int32"),
-    "empty batch": (lambda c: {"q_nope": zeros(0, 5, 1, 512)}, r"batch 1 or more.*got \[0, 5"),
-    "no heads": (lambda c: {"q_nope": zeros(2, 0, 1, 512)}, r"heads 1..128.*got \[2, 0"),
+    "empty batch": (lambda c: {"q_nope": zeros(0, 5, 1, 512)}, r"batch 1..65536; got \[0, 5"),
+    "too many sequences": (
+        lambda c: {"q_nope": mx.broadcast_to(c.q_nope[:1], (65537, 5, 1, 512))},
+        r"batch 1..65536; got \[65537, 5",
+    ),
+    "no heads": (lambda c: {"q_nope": zeros(2, 0, 1, 512)}, r"heads 1..128; got \[2, 0"),
     "too many heads": (lambda c: {"q_nope": zeros(2, 129, 1, 512)}, r"heads 1..128.*\[2, 129"),
     "no query": (lambda c: {"q_nope": zeros(2, 5, 0, 512)}, r"q_len 1..8.*got \[2, 5, 0"),
     "too many queries": (lambda c: {"q_nope": zeros(2, 5, 9, 512)}, r"q_len 1..8.*\[2, 5, 9"),
@@ -172,15 +182,29 @@ ANY_LAYOUT: dict[str, tuple[Callable[[Case], dict[str, Any]], str]] = {
     "latent is narrow": (latent(lambda x: x[..., :96]), r"cache.latent \[.*96\]"),
     "latent is flat": (latent(lambda x: x.reshape(-1)), r"cache.latent \[.*got \[\d+\]"),
     "one length": (paged(lengths=[3]), r"cache.lengths with 2 entries.*got \[3\]"),
-    "negative length": (paged(lengths=[3, -1]), r"cache.lengths of 0 or more; got \[3, -1\]"),
-    "lengths are floats": (paged(lengths=[3.0, 4.0]), r"cache.lengths as ints; got \[3.0, 4.0\]"),
-    "lengths are one int": (paged(lengths=3), "cache.lengths as a sequence of host ints; got 3"),
-    "lengths are lists": (paged(lengths=[[3], [4]]), "cache.lengths as a sequence of host ints"),
+    "negative length": (paged(lengths=[3, -1]), r"lengths in 0..1073741824; got \[3, -1\]"),
+    "length of 2^30 + 1": (
+        paged(lengths=[3, (1 << 30) + 1]),
+        r"lengths in 0.*; got \[3, 1073741825",
+    ),
+    "length of 2^80": (paged(lengths=[1 << 80, 3]), r"lengths in 0..1073741824; got \[12"),
+    "length without end": (paged(lengths=[10**5000, 3]), "lengths in 0.*; got list of thousands"),
+    "lengths are lists": (paged(lengths=[[3], [4]]), NO_INTS),
+    "lengths are words": (paged(lengths="ab"), NO_INTS + "; got ab"),
+    "lengths are one int": (paged(lengths=3), NO_INTS + "; got 3"),
+    "lengths are None": (paged(lengths=None), NO_INTS + "; got None"),
     "lengths on the device": (paged(lengths=mx.array([3, 4])), "cache.lengths as host ints"),
-    "a length on the device": (paged(lengths=[3, mx.array(4)]), "cache.lengths as ints"),
-    "scale is text": (lambda c: {"scale": "a"}, "scale as a number; got a"),
-    "scale is None": (lambda c: {"scale": None}, "scale as a number; got None"),
-    "scale is NaN": (lambda c: {"scale": float("nan")}, "a finite scale; got nan"),
+    "a length on the device": (paged(lengths=[3, mx.array(4)]), NO_INTS),
+    "scale is text": (lambda c: {"scale": "a"}, "scale as a number that float32 holds; got a"),
+    "scale is None": (lambda c: {"scale": None}, "scale as a number that .*; got None"),
+    "scale is NaN": (lambda c: {"scale": float("nan")}, "that float32 holds; got nan"),
+    "scale is infinite": (lambda c: {"scale": float("-inf")}, "that float32 holds; got -inf"),
+    "scale is a large float": (lambda c: {"scale": -1e300}, r"that float32 holds; got -1e\+300"),
+    "scale is beyond float32": (lambda c: {"scale": 3.41e38}, "that float32 holds; got 3.41e"),
+    "scale is a large int": (lambda c: {"scale": 10**400}, "that float32 holds; got 10000"),
+    "scale is an endless int": (lambda c: {"scale": 10**5000}, "holds; got int of thousands"),
+    "policy is an int": (lambda c: {"policy": 5, "plan": None}, "policy as a Policy; got int"),
+    "policy is text": (lambda c: {"policy": "off", "plan": None}, "policy as a Policy; got str"),
     "plan is text": (lambda c: {"plan": "split"}, "plan as a Plan; got str"),
 }
 PAGED_ONLY: dict[str, tuple[Callable[[Case], dict[str, Any]], str]] = {
@@ -204,7 +228,7 @@ PAGED_ONLY: dict[str, tuple[Callable[[Case], dict[str, Any]], str]] = {
         paged(block_tables=mx.zeros((2, 3), mx.int32)),
         r"cache.block_tables with 4 or more columns for length 100 in blocks of 32; got \[2, 3\]",
     ),
-    "length too large": (paged(lengths=[1 << 40, 1]), "cache.block_tables with .* or more columns"),
+    "length too large": (paged(lengths=[1 << 30, 1]), "cache.block_tables with .* or more columns"),
 }
 DENSE_ONLY: dict[str, tuple[Callable[[Case], dict[str, Any]], str]] = {
     "two latent heads": (
@@ -220,7 +244,7 @@ DENSE_ONLY: dict[str, tuple[Callable[[Case], dict[str, Any]], str]] = {
     ),
     "length too large": (paged(lengths=[101, 3]), r"buffer's 100 tokens; got \[101, 3\]"),
     "one start": (paged(starts=[0]), r"cache.starts with 2 entries.*got \[0\]"),
-    "negative start": (paged(starts=[0, -2]), r"cache.starts of 0 or more; got \[0, -2\]"),
+    "negative start": (paged(starts=[0, -2]), r"cache.starts in 0.*; got \[0, -2\]"),
     "start past the end": (paged(starts=[0, 41]), r"up to the lengths \[100, 40\]; got \[0, 41\]"),
 }
 
@@ -250,9 +274,30 @@ def test_bad_input_is_one_clear_error(
     assert ops._last is before
 
 
+@pytest.mark.parametrize("name", ["lengths", "starts"])
+@pytest.mark.parametrize("kind", [float, complex, str, np.float64, lambda _: None])
+def test_what_equals_an_int_is_no_int(name: str, kind: Callable[[int], Any]) -> None:
+    """The checks are looked up by equality, and 60.0 == 60: good ints must not let it in."""
+    case, good = make_case(DENSE, starts=(0, 0)), [60, 40] if name == "lengths" else [0, 0]
+    for entries in (good, tuple(good), np.array(good)):
+        mx.eval(call(case, cache=replace(case.cache, **{name: entries})))
+    for wrong in ([kind(good[0]), good[1]], [good[0], kind(good[1])]):
+        with pytest.raises(ValueError, match=rf"\[mla_decode\] expected cache.{name} as a sequ"):
+            call(case, cache=replace(case.cache, **{name: wrong}))
+
+
+def test_bools_count_as_the_ints_that_they_are() -> None:
+    case = make_case(Shape(1, 1, 5, "float32"))
+    for lengths in ([True], [np.True_ + 0], [1]):
+        ops._check_paged.cache_clear()
+        checked = ops._check(case.q_nope, case.q_pe, replace(case.cache, lengths=lengths))
+        assert [type(n) for n in (*checked.lengths, *checked.starts)] == [int, int]
+
+
 # --- the choice of the plan
 
 
+@pytest.mark.usefixtures("kernel")
 def test_an_illegal_plan_of_the_caller_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(PAGED)
     with pytest.raises(ValueError, match=r"\[mla_decode\] expected a plan that can run.*tiles"):
@@ -299,6 +344,7 @@ def test_no_table_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
 # --- what ran
 
 
+@pytest.mark.usefixtures("kernel")
 def test_a_native_run_is_reported_once_evaluated() -> None:
     case = make_case(PAGED)
     first = call(case, plan=Plan("split", 2, "r16"))
@@ -313,6 +359,7 @@ def test_a_native_run_is_reported_once_evaluated() -> None:
     assert found.detail["tasks"] == 3  # two pieces of 100 tokens, one of 40
 
 
+@pytest.mark.usefixtures("kernel")
 def test_a_later_call_overtakes() -> None:
     case = make_case(PAGED)
     first, second = call(case, plan=Plan("single")), call(case, plan=Plan("split", 2))
@@ -322,6 +369,7 @@ def test_a_later_call_overtakes() -> None:
     assert last_run().executed is None  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("kernel")
 def test_fewer_pieces_than_asked_are_reported() -> None:
     mx.eval(call(make_case(PAGED), plan=Plan("split", 64)))
     assert last_run().executed == Plan("split", 2, "r16")  # type: ignore[union-attr]
@@ -332,6 +380,7 @@ def test_nothing_ran_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last_run() is None
 
 
+@pytest.mark.usefixtures("kernel")
 def test_paged_blocks_may_be_shared() -> None:
     """A prefix cache: two sequences with the same blocks, more tokens than the pool holds."""
     case = make_case(Shape(64, 1, 3, "float32"), poison=False)

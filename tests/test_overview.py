@@ -61,7 +61,7 @@ def test_a_failing_self_check_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_database_states(tmp_path: Path) -> None:
     path, device, backend = tmp_path / "t.db", make_device(), FakeBackend()
     none = {"plans": 0, "other_mlx": 0, "other_kernel": 0}
-    missing = {"path": str(path), "exists": False, **none}
+    missing = {"path": str(path), "exists": False, "problem": "", **none}
     assert overview.db_facts(path, device, backend) == missing
     assert not path.exists()
     made = (
@@ -77,6 +77,9 @@ def test_database_states(tmp_path: Path) -> None:
     assert (found["plans"], found["other_mlx"], found["other_kernel"]) == (2, 1, 1)
     path.write_bytes(b"no database" * 999)
     assert overview.db_facts(path, device, backend)["plans"] == 0
+    folder = overview.db_facts(tmp_path, device, backend)
+    assert folder["exists"] is False
+    assert str(folder["problem"]).endswith("it is a folder")
 
 
 def test_where_the_cache_size_comes_from() -> None:

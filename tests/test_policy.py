@@ -1,37 +1,23 @@
+"""What a shape gets from a table of winners, and without one."""
+
 from __future__ import annotations
 
-import logging
 import random
-import shutil
-import sqlite3
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from fakes import FakeBackend, make_device
+from winners import SPLIT, assert_one_line, row, write
 
 from mla_tuner import policy as policies
 from mla_tuner.device import MLX_VERSION
-from mla_tuner.evidence import Measurement
+from mla_tuner.errors import StoreError
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.policy import Policy, Row, default_path, read_rows
-from mla_tuner.shapes import CONTEXT_GRID, DTYPES, GEOMETRIES, LAYOUTS, Shape, bucket_of
-from mla_tuner.store import Store
-
-SPLIT = Plan("split", 2, "r16")
-
-
-def row(context: int = 32768, plan: Plan = SPLIT, **changes: object) -> Row:
-    interval = (None, None) if plan == MLX else (104.0, 118.0)
-    bucket = bucket_of(context, 1, 16, "bfloat16")
-    speedup = 1.0 if plan == MLX else 112.0
-    made = Row(bucket, plan, 4000.0, speedup, *interval, "2026-11-29", "digest", MLX_VERSION)
-    return made._replace(**changes)
+from mla_tuner.shapes import CONTEXT_GRID, DTYPES, GEOMETRIES, LAYOUTS
 
 
 def make_policy(*rows: Row, cores: int | None = 2, **options: object) -> Policy:
@@ -39,17 +25,10 @@ def make_policy(*rows: Row, cores: int | None = 2, **options: object) -> Policy:
     return Policy(make_device(cores), rows, backend=backend, **options)  # type: ignore[arg-type]
 
 
-def write(path: Path, *contexts: int, kernel: str = "digest", plan: Plan = SPLIT) -> None:
-    """A store with a winner per context."""
-    with Store(path) as store:
-        run = store.start_run(make_device(), kernel=kernel, software={"mlx": MLX_VERSION})
-        for context in contexts:
-            shape = Shape(context, 1, 16)
-            duel = [
-                Measurement(shape, MLX, rounds=6, median_us=9000.0, ratio=1.0),
-                Measurement(shape, plan, "ok", "", 1e-3, 6, 90.0, 89.0, 92.0, 100.0, 95.0, 105.0),
-            ]
-            store.record(run, shape.bucket, [], duel)
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    write(tmp_path / "t.db", 32768)
+    return tmp_path / "t.db"
 
 
 def test_off_wins_over_everything() -> None:
@@ -85,6 +64,35 @@ def test_a_stale_row_does_not_count_and_says_so(changes: dict[str, object], reas
     decision = make_policy(row(4096, **changes)).decide(4096, 1, 16, "bfloat16")
     assert (decision.plan, decision.source) == (MLX, "gates")
     assert decision.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("rows", ["none", "of a kernel", "of mlx"])
+def test_a_missing_kernel_is_the_reason_for_every_shape(rows: str) -> None:
+    """Whatever the shape, and whatever the table says."""
+    missing = "the kernel is not built: run `make setup`"
+    plan, kernel = {"of mlx": (Plan("mlx_rows"), "")}.get(rows, (SPLIT, "digest"))
+    stored = [] if rows == "none" else [row(n, plan, kernel=kernel) for n in (4096, 65536)]
+    table = make_policy(*stored, backend=FakeBackend(reason=missing, kernel=""))
+    sources = set()
+    for context in (0, 1, 2048, 4096, 16384, 32768, 65536, 1 << 20, 10**9):
+        for batch, heads, dtype, q_len in (
+            (1, 16, "bfloat16", 1),
+            (64, 128, "bfloat16", 1),
+            (1, 16, "bfloat16", 8),
+            (1, 1000, "bfloat16", 1),
+            (1, 16, "int8", 1),
+        ):
+            decision = table.decide(context, batch, heads, dtype, q_len)
+            assert decision.reason.startswith(missing)
+            assert "another kernel" not in decision.reason
+            assert not decision.plan.native
+            sources.add(decision.source)
+    assert sources == ({"tuned", "fitted", "gates"} if rows == "of mlx" else {"gates"})
+
+
+def test_off_does_not_talk_about_kernels() -> None:
+    table = make_policy(backend=FakeBackend(reason="not built", kernel=""), off=True)
+    assert table.decide(32768, 1, 16, "bfloat16").reason == "MLA_TUNER=off"
 
 
 def test_a_row_that_the_back_end_refuses_does_not_count() -> None:
@@ -184,124 +192,6 @@ def test_a_warm_decision_touches_no_file_and_is_quick(
     assert statistics.median(times) < 15e-6
 
 
-def test_winners_come_back_from_the_store(tmp_path: Path) -> None:
-    write(tmp_path / "t.db", 4096, 32768)
-    rows = read_rows(tmp_path / "t.db", make_device())
-    assert [(r.bucket.context, r.plan, r.speedup_low) for r in rows] == [
-        (4096, SPLIT, 95.0),
-        (32768, SPLIT, 95.0),
-    ]
-    assert read_rows(tmp_path / "t.db", make_device(64)) == []
-
-
-@pytest.fixture
-def db(tmp_path: Path) -> Path:
-    write(tmp_path / "t.db", 32768)
-    return tmp_path / "t.db"
-
-
-def assert_one_line(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    assert [(r.name, r.levelno) for r in caplog.records] == [("mla_tuner", logging.WARNING)]
-    assert text in caplog.messages[0]
-    assert "\n" not in caplog.messages[0]
-
-
-def test_a_missing_table_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert len(Policy.load(tmp_path / "none.db", make_device())) == 0
-    assert_one_line(caplog, "no tuning table at")
-
-
-@pytest.mark.parametrize("content", [b"", b"not a database at all" * 100, b"SQLite format 3\0" * 9])
-def test_a_corrupt_table_is_one_line(
-    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "t.db").write_bytes(content)
-    assert len(Policy.load(tmp_path / "t.db", make_device())) == 0
-    assert_one_line(caplog, "is not used")
-
-
-def test_a_truncated_table_is_one_line(db: Path, caplog: pytest.LogCaptureFixture) -> None:
-    data = db.read_bytes()
-    db.write_bytes(data[:4096] + b"\xff" * (len(data) - 4096))
-    assert len(Policy.load(db, make_device())) == 0
-    assert_one_line(caplog, "is not used")
-
-
-def test_a_newer_table_is_one_line(db: Path, caplog: pytest.LogCaptureFixture) -> None:
-    connection = sqlite3.connect(db)
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    assert len(Policy.load(db, make_device())) == 0
-    assert_one_line(caplog, "its schema is 99")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE plan SET path = 'warp'",
-        "UPDATE plan SET partitions = 1000",
-        "UPDATE plan SET partitions = 'two'",
-        "UPDATE plan SET heads = 5000",
-        "UPDATE plan SET context = 'long'",
-        "DROP TABLE plan",
-    ],
-)
-def test_a_malformed_table_is_one_line(
-    damage: str, db: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    connection = sqlite3.connect(db)
-    connection.execute(damage)
-    connection.commit()
-    connection.close()
-    assert len(Policy.load(db, make_device())) == 0
-    assert_one_line(caplog, "is not used")
-
-
-def test_a_locked_table_is_one_line(
-    db: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(policies, "LOCK_WAIT_S", 0.01)
-    holder = sqlite3.connect(db)
-    holder.execute("PRAGMA locking_mode = EXCLUSIVE")
-    holder.execute("BEGIN EXCLUSIVE")
-    try:
-        assert len(Policy.load(db, make_device())) == 0
-    finally:
-        holder.close()
-    assert_one_line(caplog, "locked")
-
-
-def test_a_folder_in_place_of_the_file_is_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert len(Policy.load(tmp_path, make_device())) == 0
-    assert_one_line(caplog, "no tuning table")
-
-
-def test_a_table_in_a_read_only_folder_is_read() -> None:
-    """A closed WAL file needs side files that nobody may make there."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    write(folder / "t.db", 32768)
-    code = (
-        "import os, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
-        "from fakes import make_device; from mla_tuner.policy import read_rows\n"
-        "os.geteuid() or os.setuid(65534)  # root writes everywhere\n"
-        "print(len(read_rows(Path(sys.argv[1]), make_device())))"
-    )
-    folder.chmod(0o555)
-    (folder / "t.db").chmod(0o444)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(folder / "t.db"), str(Path(__file__).parent)],
-            capture_output=True,
-            text=True,
-        )
-    finally:
-        folder.chmod(0o755)
-        shutil.rmtree(folder)
-    assert done.stdout.strip() == "1", done.stderr
-
-
 def test_load_is_off_without_looking(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_TUNER", "off")
     table = Policy.load(db, make_device())
@@ -314,6 +204,16 @@ def test_the_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("MLA_TUNER_DB")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert default_path().name == "tuning.db"
+
+
+def test_the_home_of_nobody_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLA_TUNER_DB", "~no-such-user/x.db")
+    with pytest.raises(StoreError, match=r"MLA_TUNER_DB=~no-such-user/x\.db: "):
+        default_path()
+    assert policies.current().decide(32768, 1, 16, "bfloat16").source == "gates"
+    assert_one_line(caplog, "MLA_TUNER_DB=~no-such-user/x.db: ")
 
 
 def test_current_is_loaded_once_for_all_threads(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from mla_tuner.evidence import Measurement
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.policy import Row
 from mla_tuner.shapes import Geometry, Shape
-from mla_tuner.tuner import BucketSkipped, BucketStarted, BucketTuned, CandidateMeasured
+from mla_tuner.tuner import BucketSkipped, BucketStarted, BucketTuned, CandidateMeasured, RunStarted
 
 SHAPE = Shape(32768, 1, 16)
 
@@ -157,13 +157,13 @@ def test_the_end_of_a_tuning_run(printed) -> None:
 
 def test_a_start_says_what_is_tuned_and_since_when() -> None:
     device = make_device()
-    first = report.start(device, 48, [], 300)
+    first = report.start(RunStarted(device, 300, 48, ()))
     assert first == f"Tuning {device.key} (test): 48 buckets, 5 min."
-    again = report.start(device, 48, ["2026-11-29", "2026-11-30"], 300)
+    again = report.start(RunStarted(device, 300, 48, ("2026-11-29", "2026-11-30")))
     assert again.endswith(
         "46 buckets, 5 min. 2 of 48 are tuned already (2026-11-29 to 2026-11-30)."
     )
-    last = report.start(device, 2, ["2026-11-29"], 1)
+    last = report.start(RunStarted(device, 1, 2, ("2026-11-29",)))
     assert last.endswith("1 bucket, 1 s. 1 of 2 are tuned already (2026-11-29).")
 
 
@@ -200,6 +200,7 @@ def test_progress_off_a_terminal_keeps_only_what_is_finished(
 ) -> None:
     bucket, plan = SHAPE.bucket, Plan("split", 2, "r16")
     with report.Progress() as progress:
+        progress(RunStarted(make_device(), 300, 48, ()))
         progress(BucketStarted(bucket, 3, 48, 5.0))
         progress(CandidateMeasured(bucket, Measurement(SHAPE, plan, median_us=90.0)))
         progress(BucketTuned(bucket, tuned_row(SHAPE, plan, 112.0, 108.0, 118.0), 4.2))
@@ -211,6 +212,7 @@ def test_progress_off_a_terminal_keeps_only_what_is_finished(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
+        "Tuning cpu/x86_64-avx2/2c/24gb (test): 48 buckets, 5 min.",
         "3/48  32K b1 h16 bf16: split x2 r16, 112x (4 s)",
         "4/48  32K b1 h16 bf16: mlx is best (4 s)",
         "32K b1 h16 bf16: split x2 r16 wrong: row error 0.5",
@@ -241,6 +243,7 @@ def test_progress_on_a_terminal(
 )
 def test_database_state(counts: tuple[int, int, int], text: str) -> None:
     plans, other_mlx, other_kernel = counts
-    db = {"plans": plans, "other_mlx": other_mlx, "other_kernel": other_kernel}
+    db = {"plans": plans, "other_mlx": other_mlx, "other_kernel": other_kernel, "problem": ""}
     assert report._db_state({**db, "exists": True}) == text
     assert report._db_state({**db, "exists": False}) == "not there yet: run mla-tune"
+    assert report._db_state({**db, "exists": False, "problem": "a folder"}) == "a folder"

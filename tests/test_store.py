@@ -105,15 +105,21 @@ def test_a_duel_that_was_cut_short_changes_no_winner(path: Path) -> None:
         assert [row.plan for row in store.plans()] == [SPLIT]
 
 
+def thresholds(store: Store) -> list[dict[str, object]]:
+    return list(store._db.query("SELECT * FROM threshold ORDER BY kernel, mlx"))
+
+
 def test_thresholds_follow_the_winners(path: Path) -> None:
     with Store(path) as store:
         run = start(store)
         for context, plan in ((1024, SINGLE), (2048, SPLIT), (4096, SPLIT)):
             record(store, run, context, plan=plan)
-        ((bucket, found),) = store.thresholds(make_device().key).items()
-        assert bucket == Shape(1024, 1, 16).bucket._replace(context=0)
-        assert (found.native_from, found.split_from) == (1024, 2048)
-        assert found.kappa is not None
+        (found,) = thresholds(store)
+        assert found["device"] == make_device().key
+        family = Shape(1024, 1, 16).bucket._replace(context=0)
+        assert {name: found[name] for name in Bucket._fields} == family._asdict()
+        assert (found["native_from"], found["split_from"]) == (1024, 2048)
+        assert found["kappa"] is not None
 
 
 def test_everything_derived_can_be_rebuilt(path: Path) -> None:
@@ -124,12 +130,12 @@ def test_everything_derived_can_be_rebuilt(path: Path) -> None:
         record(store, start(store, mlx="2.0"), 1024, plan=SINGLE)
         second = start(store)
         record(store, second, 2048, low=1.0)
-        before = store.plans(), store.thresholds(make_device().key)
+        before = store.plans(), thresholds(store)
         assert len(before[0]) == 3
         store._db.execute("DELETE FROM plan")
         store._db.execute("UPDATE threshold SET native_from = 7")
         assert store.rebuild() == 3
-        assert (store.plans(), store.thresholds(make_device().key)) == before
+        assert (store.plans(), thresholds(store)) == before
         assert store.check()["ok"]
 
 
@@ -137,10 +143,11 @@ def test_each_mlx_and_kernel_keeps_its_winner(path: Path) -> None:
     with Store(path) as store:
         bucket = record(store, start(store))
         record(store, start(store, mlx="2.0"), plan=SINGLE)
-        assert store.tuned(make_device(), "digest", "1.0") == {bucket}
-        assert store.tuned(make_device(), "digest", "2.0") == {bucket}
-        assert store.tuned(make_device(), "other", "1.0") == set()
-        assert store.tuned(make_device(64), "digest", "1.0") == set()
+        for mlx, plan in (("1.0", SPLIT), ("2.0", SINGLE)):
+            (row,) = store.tuned(make_device(), "digest", mlx)
+            assert (row.bucket, row.plan) == (bucket, plan)
+        assert store.tuned(make_device(), "other", "1.0") == []
+        assert store.tuned(make_device(64), "digest", "1.0") == []
 
 
 def test_check_counts_rows(path: Path) -> None:
@@ -230,7 +237,91 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_path_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as error:
         Store(tmp_path)
-    assert "unable to open" in one_line(error)
+    assert one_line(error).endswith("it is a folder")
+
+
+def test_only_a_file_is_a_database(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "target.db")
+    for path, kind in ((tmp_path / "pipe", "a pipe"), (Path("/dev/null"), "a device")):
+        for create in (True, False):
+            with pytest.raises(StoreError) as error:
+                Store(path, create=create)
+            assert one_line(error).endswith(f"it is {kind}")
+    Store(tmp_path / "link").close()
+    assert (tmp_path / "target.db").is_file()
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_a_path_that_nobody_may_look_at_is_refused(
+    create: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreError) as error:
+        Store(tmp_path / ("x" * 4000), create=create)
+    assert one_line(error).endswith("File name too long")
+
+    def denied(path: Path, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", denied)
+    with pytest.raises(StoreError) as error:
+        Store(tmp_path / "t.db", create=create)
+    assert one_line(error).endswith("t.db: Permission denied")
+
+
+def foreign(path: Path, version: int) -> bytes:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE bookmark (url TEXT)")
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("create", [True, False])
+@pytest.mark.parametrize("version", [-1, 0, SCHEMA_VERSION, SCHEMA_VERSION + 1])
+def test_a_database_of_another_program_is_not_touched(
+    create: bool, version: int, path: Path
+) -> None:
+    before = foreign(path, version)
+    with pytest.raises(StoreError) as error:
+        Store(path, create=create)
+    assert "name another file with --db" in one_line(error)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_opening_what_is_there_makes_nothing(path: Path) -> None:
+    with pytest.raises(StoreError) as error:
+        Store(path, create=False)
+    assert one_line(error) == f"no database at {path}: run mla-tune"
+    assert not path.exists()
+    path.touch()
+    with pytest.raises(StoreError) as error:
+        Store(path, create=False)
+    assert one_line(error) == f"{path} holds no tuning data: run mla-tune"
+    assert path.read_bytes() == b""
+    with Store(path) as store:  # an empty file is ours to fill
+        record(store, start(store))
+    with Store(path, create=False) as store:
+        assert store.rebuild() == 1
+        assert store.check()["ok"]
+
+
+def test_a_file_in_a_read_only_folder_can_be_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store(path) as store:
+        record(store, start(store))
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for create in (True, False):
+        with Store(path, create=create) as store:
+            assert store.check()["ok"]
+            assert len(store.plans()) == 1
+            with pytest.raises(StoreError) as error:
+                start(store)
+            assert "readonly" in one_line(error)
+    assert path.read_bytes() == before
 
 
 def test_a_full_disk_is_one_line_and_keeps_what_was_there(path: Path) -> None:
@@ -311,6 +402,25 @@ def test_eight_processes_share_a_fresh_file(path: Path) -> None:
     assert [worker.exitcode for worker in workers] == [0] * 8
     with Store(path) as store:
         assert len(store.plans()) == 24
+        assert store.check()["ok"]
+
+
+@pytest.mark.parametrize("statement", [1, 2, 3, 4])
+def test_the_tables_may_appear_while_the_file_is_opened(
+    statement: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process makes them, all at once, before any statement of this one."""
+    really, seen = stores.Database.execute, []
+
+    def execute(db: stores.Database, sql: str, *values: object) -> object:
+        seen.append(sql)
+        if len(seen) == statement:
+            Store(path).close()
+        return really(db, sql, *values)
+
+    monkeypatch.setattr(stores.Database, "execute", execute)
+    with Store(path) as store:
+        assert len(seen) > statement
         assert store.check()["ok"]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from mla_tuner import backends
 from tools import bench_cpu
 from tools.cpu_bench.results import Figure, Results, as_json, markdown
 from tools.cpu_bench.rounds import Form, Probe, Rounds, interleave
@@ -28,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 # --- peaks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("compiler")
 def test_every_instruction_set_gives_a_plausible_peak() -> None:
     assert set(peaks.isas()) <= {"avx512", "avx2", "neon", "generic"}
     for isa in peaks.isas():
@@ -35,12 +35,14 @@ def test_every_instruction_set_gives_a_plausible_peak() -> None:
     assert 0.1 < peaks.fma_gflops(2, ms=0.5) < 1e4
 
 
+@pytest.mark.usefixtures("compiler")
 def test_reading_a_buffer_gives_a_plausible_bandwidth() -> None:
     with peaks.Reader(1 << 20) as reader:
         for threads in (1, 2, 3):
             assert 0.01 < reader.gb_per_s(threads, passes=3) < 1e4
 
 
+@pytest.mark.usefixtures("compiler")
 def test_an_unknown_instruction_set_is_named() -> None:
     with pytest.raises(ValueError, match="got 'mmx'"):
         peaks.fma_gflops(1, "mmx", ms=0.1)
@@ -54,6 +56,7 @@ def fixed(name: str, kind: str, *seconds: float) -> Form:
     return Form(name, kind, lambda: next(values))
 
 
+@pytest.mark.usefixtures("compiler")
 def test_rounds_pair_their_ratios_and_drop_the_hopeless() -> None:
     forms = [
         fixed("ours", "own", 1, 2, 4),
@@ -111,7 +114,7 @@ def test_the_policy_section_runs() -> None:
     assert verdicts["foreign modules loaded by import and decide"] == "pass"
 
 
-@pytest.mark.skipif(not backends.get("cpu").available()[0], reason="no native CPU kernel here")
+@pytest.mark.usefixtures("kernel")
 class TestWithKernel:
     def test_a_form_is_timed_only_if_its_plan_ran(self) -> None:
         found = run_section("split", threads=(1,))
@@ -147,7 +150,7 @@ def test_the_peer_says_in_one_line_that_torch_is_missing() -> None:
 
 
 @pytest.mark.skipif(not torch_cpu.available(), reason="torch is not installed (extra: peers)")
-@pytest.mark.skipif(not backends.get("cpu").available()[0], reason="no native CPU kernel here")
+@pytest.mark.usefixtures("kernel")
 def test_torch_is_timed_beside_ours() -> None:
     found = run_section("torch", threads=(1,))
     assert any(form.form == "torch sdpa" for form in found.forms)

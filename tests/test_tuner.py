@@ -23,6 +23,7 @@ from mla_tuner.tuner import (
     BucketStarted,
     BucketTuned,
     CandidateMeasured,
+    RunStarted,
     default_buckets,
     tune,
 )
@@ -192,7 +193,7 @@ def test_another_kernel_is_tuned_again(store: Store, monkeypatch: pytest.MonkeyP
     summary = tune(store, DEVICE, buckets(1024), budget_s=1e4, runners=FakeRunners(device_time))
     assert len(summary.tuned) == 1
     assert len(store.plans()) == 2
-    assert store.tuned(DEVICE, "new", MLX_VERSION) == set(buckets(1024))
+    assert [row.bucket for row in store.tuned(DEVICE, "new", MLX_VERSION)] == buckets(1024)
 
 
 def slow(shape: Shape, plan: Plan) -> float:
@@ -239,7 +240,7 @@ def test_a_bucket_that_the_budget_cuts_keeps_its_evidence_without_a_winner(store
     evidence = store.evidence()
     assert {e["stage"] for e in evidence} == {"cut"}
     assert "timeout" in {e["status"] for e in evidence}
-    assert store.tuned(DEVICE, "digest", MLX_VERSION) == set()
+    assert store.tuned(DEVICE, "digest", MLX_VERSION) == []
 
 
 def test_a_duel_that_the_budget_cuts_has_no_verdict(store: Store) -> None:
@@ -308,7 +309,8 @@ def test_progress_tells_the_whole_story(store: Store) -> None:
     wanted = [*buckets(1024), *buckets(1 << 20)]
     runners = FakeRunners(slow, options={"check_result": lambda p: Checked(True, 0.0, "", 1e-2)})
     tune(store, DEVICE, wanted, budget_s=10.0, runners=runners, progress=events.append)
-    started, *candidates_, tuned, skipped = events
+    begun, started, *candidates_, tuned, skipped = events
+    assert begun == RunStarted(DEVICE, 10.0, 2, ())
     assert isinstance(started, BucketStarted)
     assert (started.bucket, started.number, started.total) == (wanted[0], 1, 2)
     assert isinstance(tuned, BucketTuned)
@@ -318,6 +320,18 @@ def test_progress_tells_the_whole_story(store: Store) -> None:
     assert skipped.bucket == wanted[1]
     assert candidates_
     assert all(isinstance(event, CandidateMeasured) for event in candidates_)
+
+
+def test_progress_tells_what_is_known_but_nothing_beside_another_tuner(store: Store) -> None:
+    events: list[object] = []
+    for _ in range(2):
+        tune(store, DEVICE, buckets(1024), budget_s=1e4, runners=FakeRunners(slow))
+    with machine_lock(), pytest.raises(BusyError):
+        tune(store, DEVICE, buckets(1024), budget_s=1e4, progress=events.append)
+    assert events == []
+    tune(store, DEVICE, buckets(1024, 2048), budget_s=0.0, progress=events.append)
+    (row,) = store.plans()
+    assert events[0] == RunStarted(DEVICE, 0.0, 2, (row.day,))
 
 
 def measured(plan: Plan, ratio: float | None) -> Measurement:

@@ -10,6 +10,7 @@ from fakes import FakeBackend, FakeRunners, make_device
 
 from mla_tuner import backends, cases, ops, verify
 from mla_tuner.device import MLX_VERSION
+from mla_tuner.errors import StoreError
 from mla_tuner.evidence import Measurement
 from mla_tuner.measure import Checked
 from mla_tuner.overview import kernels, native
@@ -69,11 +70,9 @@ def check(store: Store, budget_s: float = 3600.0) -> tuple[list[verify.PlanCheck
 # --- kernels -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("kernel")
 def test_every_kernel_variant_of_this_machine() -> None:
     backend = backends.get("cpu")
-    able, reason = backend.available()
-    if not able:
-        pytest.skip(f"no native kernel: {reason}")
     before = native().isa()
     found = verify.check_kernels(backend)
     assert native().isa() == before
@@ -118,6 +117,35 @@ def test_a_kernel_that_fails_or_never_ran_is_found(monkeypatch: pytest.MonkeyPat
         assert "out of registers" in verify.run_case(case, MLX).reason
     monkeypatch.setattr(verify, "last_run", lambda: None)
     assert "asked for mlx, ran None" in verify.run_case(case, MLX).reason
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_kernel_that_ignores_the_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a back end does instead of the plan: fewer or more pieces, another tile."""
+    backend = backends.get("cpu")
+    right = type(backend).run
+    mutants = (
+        lambda plan: Plan("single", 1, plan.tile),
+        lambda plan: Plan("split", plan.partitions * 2, plan.tile),
+        lambda plan: Plan(plan.path, plan.partitions, "r16" if plan.tile != "r16" else "r32"),
+    )
+    case = cases.make_case(Shape(1000, 2, 40))
+    plans = [Plan("split", n, tile) for n in (2, 4, 8) for tile in backend.tiles(40)]
+    assert all(verify.run_case(case, plan).ok for plan in plans)
+    for mutant in mutants:
+        monkeypatch.setattr(
+            type(backend), "run", lambda self, plan, call, m=mutant: right(self, m(plan), call)
+        )
+        found = [verify.run_case(case, plan) for plan in plans]
+        assert not any(each.ok for each in found)
+        assert all("asked for split" in each.reason for each in found)
+
+
+@pytest.mark.parametrize(("context", "ran"), [(0, 1), (64, 1), (65, 2), (300, 5), (4096, 8)])
+def test_short_contexts_are_cut_in_fewer_pieces(context: int, ran: int) -> None:
+    expected = verify._expected(Plan("split", 8, "r16"), context)
+    assert expected == Plan("split" if ran > 1 else "single", ran, "r16")
+    assert verify._expected(MLX, context) == MLX
 
 
 def test_one_bad_case_makes_the_variant_bad() -> None:
@@ -194,7 +222,7 @@ def test_a_stale_plan_with_too_few_rounds_stays_stale(runners: FakeRunners, stor
     runners.seconds = lambda shape, plan: 1.0 if plan == MLX else 0.1
     (found,), _ = check(store)
     assert found.result == "undecided"
-    assert store.tuned(DEVICE, "digest", MLX_VERSION) == set()
+    assert store.tuned(DEVICE, "digest", MLX_VERSION) == []
 
 
 def test_plans_that_do_not_fit_the_budget_are_left(runners: FakeRunners, store: Store) -> None:
@@ -227,3 +255,14 @@ def test_a_database_that_is_not_there_is_not_made(
     monkeypatch.setattr(verify, "check_kernels", lambda backend: [])
     assert verify.verify(DEVICE, tmp_path / "no.db", 1.0, lambda text: None) == ([], [], 0)
     assert not (tmp_path / "no.db").exists()
+
+
+def test_an_unusable_database_is_said_before_the_kernels_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "check_kernels", lambda backend: pytest.fail("checked"))
+    (tmp_path / "t.db").touch()
+    for path, text in ((tmp_path / "t.db", "no tuning data"), (tmp_path, "it is a folder")):
+        with pytest.raises(StoreError, match=text):
+            verify.verify(DEVICE, path, 1.0, lambda text: None)
+    assert (tmp_path / "t.db").read_bytes() == b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import count
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -73,6 +74,15 @@ def get(name: str) -> Backend:
     Raises:
         ValueError: the name is not in `NAMES`.
     """
+    with _making:  # `cache` alone lets threads that come together make one each
+        return _make(name)
+
+
+_making = Lock()
+
+
+@cache
+def _make(name: str) -> Backend:
     if name == "cpu":
         from .cpu import CpuBackend
 

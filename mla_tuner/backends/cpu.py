@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import cached_property, lru_cache
+import re
+import reprlib
+from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from struct import unpack_from
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -19,6 +23,7 @@ from .mlx_paths import MlxBackend, run_mlx_rows
 log = logging.getLogger("mla_tuner")
 
 TILES = (16, 32, 64, 128)  # query rows that one task may take
+MAX_THREADS = 1024  # more than any machine has cores
 DEFAULT_ROWS = 64  # most rows of a default task: more would leave cores idle at 128 heads
 _ROWS_OF = {"": 0} | {f"r{tile}": tile for tile in TILES}  # 0: the kernel chooses by idle threads
 _TICKET_BITS = 0x7FFFFFFF  # _native keeps an int; weeks of serving come round
@@ -27,40 +32,37 @@ _CURE = "run `make setup`, or reinstall mla-tuner where a C++ compiler and that 
 _SELF_CHECK_BOUND = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 
 
+class Kernel(NamedTuple):
+    """The native module with its digest, or None and one sentence that says why."""
+
+    native: Any
+    digest: str = ""
+    reason: str = ""
+
+
 class CpuBackend(MlxBackend):
-    """Runs native plans through `_native`, loaded at the first question about it."""
+    """Runs native plans through `_native`, loaded here, once: `backends.get` makes one object."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
-
-    @cached_property
-    def _loaded(self) -> tuple[Any, str]:
-        """The native module or None, and why it is None."""
-        native, reason = _load()
-        if native is None:
-            log.warning("%s; only the mlx paths run", reason)
-        else:
-            native.set_threads(_threads())
-        return native, reason
+        self._kernel = _load()
+        if self._kernel.native is None:
+            log.warning("%s; only the mlx paths run", self._kernel.reason)
 
     def digest(self) -> str:
-        if self._loaded[0] is None:
-            return ""
-        return str(_module("_build_info").KERNEL_DIGEST)
+        return self._kernel.digest
 
     def available(self) -> tuple[bool, str]:
-        native, reason = self._loaded
-        return native is not None, reason
+        return self._kernel.native is not None, self._kernel.reason
 
     def tiles(self, rows: int) -> tuple[str, ...]:
-        return _tiles(rows) if self._loaded[0] is not None else ()
+        return _tiles(rows) if self._kernel.native is not None else ()
 
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
         if not plan.native:
             return None
-        native, reason = self._loaded
-        if native is None:
-            return reason
+        if self._kernel.native is None:
+            return self._kernel.reason
         if plan.tile not in _ROWS_OF:
             return f"the CPU kernel's tiles are {', '.join(filter(None, _ROWS_OF))}"
         return None
@@ -74,7 +76,7 @@ class CpuBackend(MlxBackend):
             table = cache.block_tables
         elif call.q_pe is not None:
             k_pe = cache.k_pe
-        answer: tuple[mx.array, mx.array] = self._loaded[0].mla_decode(
+        answer: tuple[mx.array, mx.array] = self._kernel.native.mla_decode(
             call.q_nope,
             call.q_pe,
             cache.latent,
@@ -94,7 +96,7 @@ class CpuBackend(MlxBackend):
         if record is None:
             return None
         partitions, rows = record["partitions"], record["tile"]
-        # A tile larger than the call's rows is cut down to them: still the tile that was asked for.
+        # A tile larger than the call's rows is cut down to them: named by the next tile up.
         tile = next((tile for tile in TILES if tile >= rows), rows)
         return Plan("split" if partitions > 1 else "single", partitions, f"r{tile}")
 
@@ -110,13 +112,13 @@ class CpuBackend(MlxBackend):
         }
 
     def _record(self, ticket: int) -> dict[str, Any] | None:
-        native = self._loaded[0]
+        native = self._kernel.native
         record: dict[str, Any] = native.last_run() if native is not None else {"ticket": 0}
         return record if record["ticket"] == ticket & _TICKET_BITS else None
 
     @lru_cache(maxsize=1)  # noqa: B019 - one object per process
     def self_check(self) -> tuple[bool, str]:
-        if self._loaded[0] is None:
+        if self._kernel.native is None:
             return self.available()
         try:
             with mx.stream(mx.cpu):
@@ -156,39 +158,67 @@ def _tiles(rows: int) -> tuple[str, ...]:
     return tuple(f"r{tile}" for tile in sorted(useful, key=lambda tile: (tile != default, tile)))
 
 
-def _load() -> tuple[Any, str]:
-    """`_native`, or None and the reason, which names the release it needs and the cure."""
+def _load() -> Kernel:
+    """`_native`, or the reason why not, which names the release it needs and the cure."""
     installed = str(vars(mx)["__version__"])  # missing in MLX's type stubs
+    built = ""
     try:
-        built = _module("_build_info").MLX_VERSION
-    except ImportError:
-        return None, f"the CPU kernel is not built (for MLX {installed}): {_CURE}"
-    # Before the load: a binary for another MLX may crash instead of failing to link.
-    if built != installed:
-        return None, f"the CPU kernel was built for MLX {built}, but this is {installed}: {_CURE}"
-    try:
-        native = _module("_native")
-        native.check_runtime()
-    except (ImportError, OSError) as error:
-        return None, (
-            f"the CPU kernel, built for MLX {built}, does not load with {installed} "
-            f"({error}): {_CURE}"
-        )
-    return native, ""
+        info = _module("_build_info")
+        digest, built = str(info.KERNEL_DIGEST), str(info.MLX_VERSION)
+        # Before the load: a binary for another MLX may crash instead of failing to link.
+        if built == installed:
+            _check_whole("_native")
+            native = _module("_native")
+            native.check_runtime()
+            native.set_threads(_threads())
+            return Kernel(native, digest)
+        reason = f"the CPU kernel was built for MLX {built}, but this is {installed}"
+    except Exception as error:  # a half-made build breaks in any way, and serving goes on
+        told = f"{type(error).__name__}: {error}"
+        if built:
+            reason = (
+                f"the CPU kernel, built for MLX {built}, does not load with {installed} ({told})"
+            )
+        else:
+            told = "" if isinstance(error, ModuleNotFoundError) else f"; {told}"
+            reason = f"the CPU kernel is not built (for MLX {installed}{told})"
+    return Kernel(None, reason=f"{' '.join(reason.split())}: {_CURE}")
+
+
+def _check_whole(name: str) -> None:
+    """Refuses a binary that was cut short: touching what is missing would end the process.
+
+    The table of sections lies at the end of an ELF file. Other systems' loaders look by themselves.
+    """
+    spec = find_spec(_full(name))
+    if spec is None or spec.origin is None:
+        return
+    with open(spec.origin, "rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if header[:5] == b"\x7fELF\x02":
+        (start,), (width, count) = unpack_from("<Q", header, 40), unpack_from("<HH", header, 58)
+        if size < start + width * count:
+            raise ImportError(f"{spec.origin} is cut short")
 
 
 def _module(name: str) -> Any:
     """A module that the build makes: absent from the source tree, so imported by name."""
-    return import_module(f"{__package__.rpartition('.')[0]}.{name}")
+    return import_module(_full(name))
+
+
+def _full(name: str) -> str:
+    return f"{__package__.rpartition('.')[0]}.{name}"
 
 
 def _threads() -> int:
     """MLA_TUNER_THREADS, else the cores that this process may use."""
     wanted = os.environ.get("MLA_TUNER_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
+    if re.fullmatch("[0-9]{1,4}", wanted) and 1 <= int(wanted) <= MAX_THREADS:
         return int(wanted)
     if wanted:
-        log.warning("MLA_TUNER_THREADS=%r is not a positive number: ignored", wanted)
+        text = reprlib.repr(wanted)
+        log.warning("MLA_TUNER_THREADS=%s is not in 1..%d: ignored", text, MAX_THREADS)
     from ..device import usable_cores
 
     return usable_cores()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..caches import PagedCache
+from ..caches import DenseCache, PagedCache
 from ..plan import Plan
 from ..shapes import Shape
 from . import Call
@@ -114,7 +114,11 @@ def _sequences(
         return out, lse
     if blind:
         q_nope, q_pe = q_nope[:, :, blind:], None if q_pe is None else q_pe[:, :, blind:]
-    latent, k_pe = _cached(call, which, start, length)
+    if isinstance(call.cache, PagedCache):
+        latent, k_pe, known = _paged(call, call.cache, which, length)
+        q_nope = mx.where(known, q_nope, mx.array(mx.nan, q_nope.dtype))
+    else:
+        latent, k_pe = _dense(call, call.cache, which, start, length)
     tokens = Tokens(q_nope, q_pe, latent, k_pe, _causal(q_len - blind, length - start))
     seen = attention(tokens, call.scale)
     out = mx.concatenate([out, seen], axis=2) if blind else seen
@@ -123,21 +127,32 @@ def _sequences(
     return out, lse
 
 
-def _cached(call: Call, which: slice, start: int, length: int) -> tuple[mx.array, mx.array | None]:
+def _dense(
+    call: Call, cache: DenseCache, which: slice, start: int, length: int
+) -> tuple[mx.array, mx.array | None]:
     """Tokens [start, length): latent `[b, 1, tokens, rank]`, rope keys `[b, 1, tokens, rope]`."""
-    cache = call.cache
-    if not isinstance(cache, PagedCache):
-        k_pe = None if cache.k_pe is None or call.q_pe is None else cache.k_pe
-        return (
-            cache.latent[which, :, start:length],
-            None if k_pe is None else k_pe[which, :, start:length],
-        )
+    latent = cache.latent[which, :, start:length]
+    if cache.k_pe is None or call.q_pe is None:
+        return latent, None
+    return latent, cache.k_pe[which, :, start:length]
+
+
+def _paged(
+    call: Call, cache: PagedCache, which: slice, length: int
+) -> tuple[mx.array, mx.array | None, mx.array]:
+    """The same of tokens [0, length), and `[b, 1, 1, 1]`: False where a block id is out of range.
+
+    The ids are known to the device alone. A gather would follow them anywhere in memory.
+    """
+    blocks, block_size, _ = cache.latent.shape
+    # Unsigned, so that a negative id is too large as well.
+    ids = cache.block_tables[which, : -(-length // block_size)].view(mx.uint32)
+    safe = mx.minimum(ids, blocks - 1)
+    known = (ids == safe).all(axis=1)[:, None, None, None]
+    gathered = cache.latent[safe]
+    tokens = gathered.reshape(gathered.shape[0], 1, -1, gathered.shape[-1])[:, :, :length]
     rank = call.shape.geometry.kv_lora_rank
-    block_size = cache.latent.shape[1]
-    blocks = cache.latent[cache.block_tables[which, : -(-length // block_size)]]
-    batch = blocks.shape[0]
-    tokens = blocks.reshape(batch, 1, -1, blocks.shape[-1])[:, :, :length]
-    return tokens[..., :rank], tokens[..., rank:] if call.q_pe is not None else None
+    return tokens[..., :rank], tokens[..., rank:] if call.q_pe is not None else None, known
 
 
 def _causal(q_len: int, tokens: int) -> mx.array | None:

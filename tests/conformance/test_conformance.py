@@ -33,7 +33,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[backends.Backend]:
 
 def isas() -> list[str]:
     if not backends.get("cpu").available()[0]:
-        return []
+        return ["none"]
     from mla_tuner import _native
 
     return list(_native.isas())
@@ -79,6 +79,7 @@ def poison_memory(entry: Entry) -> None:
         mx.eval(mx.full((numbers * count,), mx.nan))
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("seed", "entry"), CASES)
 def test_native_kernel(backend: backends.Backend, seed: int, entry: Entry) -> None:
     case, rows = entry.case(seed), rows_of(entry)
@@ -106,6 +107,7 @@ def test_mlx_paths(backend: backends.Backend, seed: int, entry: Entry, path: str
     assert result.ok, result.reason
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize(("seed", "entry"), CASES[1::6])
 def test_every_instruction_set(isa: str, seed: int, entry: Entry) -> None:
@@ -125,6 +127,7 @@ def test_every_instruction_set(isa: str, seed: int, entry: Entry) -> None:
     assert result.ok, result.reason
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("plan", [Plan("mlx"), Plan("mlx_rows"), Plan("single"), Plan("split", 3)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_any_strides(backend: backends.Backend, dtype: str, plan: Plan) -> None:
@@ -150,6 +153,7 @@ def test_any_strides(backend: backends.Backend, dtype: str, plan: Plan) -> None:
     assert result.ok, result.reason
 
 
+@pytest.mark.usefixtures("kernel")
 def test_partition_counts_agree(backend: backends.Backend) -> None:
     """Splitting changes the order of sums, and nothing else."""
     entry = TABLE[0]._replace(heads=20, dtype="float32", lengths=(4096, 700), partitions=1)
