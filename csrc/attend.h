@@ -1,16 +1,11 @@
-// A task from queries to answer, and the merge of partial answers. Included once by each kernel_*.cpp, which defines
-// MLA_NAME besides what lanes.h asks for.
+// A task from queries to answer. Included once by a kernel_*.cpp, which defines MLA_NAME besides what lanes.h asks for.
 #pragma once
+#include "answer.h"
 #include "scores.h"
 #include "values.h"
 
 namespace mla::MLA_ISA {
 namespace {
-
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
-
-inline int padded(int rows) { return (rows + W - 1) / W * W; }
-inline int groups_of(int rows) { return (rows + W - 1) / W; }
 
 // For more than 32 rows a tile of halves is converted once, into L2. For fewer the conversion between the
 // multiplications is faster: 2.3 against 3.9 ms at 1 head x 32K on Emerald Rapids, 3-7 % at 20 and 32 heads on Zen 3
@@ -62,21 +57,6 @@ inline void softmax(float* s, int n, float* most, float* sum, float* alpha) {
   store(sum, load(sum) * a + total);
 }
 
-// Causal among the query tokens of a sequence; rows [row, row + rows) of tokens [start, start + n).
-inline void mask(const Problem& a, int sequence, int row, int rows, int start, int n, float* s) {
-  const int open = a.lengths[sequence] - a.q_len + 1;  // end of what the first query token sees
-  if (start + n <= open) return;
-  for (int r = 0; r < rows; ++r) {
-    const int limit = open + (row + r) % a.q_len;
-    for (int t = limit > start ? limit - start : 0; t < n; ++t) s[t * W + r] = -__builtin_inff();
-  }
-}
-
-template <typename T>
-const T* query_row(const Problem& a, const void* base, const int64_t* strides, int sequence, int row) {
-  return static_cast<const T*>(base) + sequence * strides[0] + row / a.q_len * strides[1] + row % a.q_len * strides[2];
-}
-
 // A group's queries as float, times the scale, in log2 units: [dim][W] for a full group, [rows][dim] for a small one.
 template <typename T>
 void pack_queries(const Problem& a, const Task& task, int first, int rows, float* q) {
@@ -96,40 +76,6 @@ void pack_queries(const Problem& a, const Task& task, int first, int rows, float
     if (rows <= W / 2) continue;
     for (int i = 0; i < 2 * W; ++i)
       for (int r = 0; r < W; ++r) q[(d + i) * W + r] = block[r][i];
-  }
-}
-
-template <typename T>
-inline void write_row(const float* o, float factor, T* out, int rank) {
-  for (int d = 0; d < rank; d += 2 * W) narrow(out + d, Two{load(o + d) * factor, load(o + d + W) * factor});
-}
-
-// A row without a single token is exactly zero, whatever `o` holds.
-template <typename T>
-inline void write_nothing(T* out, int rank) {
-  for (int d = 0; d < rank; d += 2 * W) narrow(out + d, Two{});
-}
-
-inline float lse_of(float most, float sum) {
-  return sum == 0 ? -__builtin_inff() : (most + __builtin_log2f(sum)) * kLn2;
-}
-
-template <typename T>
-void finish(const Problem& a, const Task& task, const Scratch& z) {
-  for (int r = 0; r < task.row1 - task.row0; ++r) {
-    if (task.out) {
-      task.most[r] = z.most[r];
-      task.sum[r] = z.sum[r];
-      continue;
-    }
-    const size_t at = size_t(task.sequence) * a.rows() + task.row0 + r;
-    T* out = static_cast<T*>(a.out) + at * a.rank;
-    if (z.sum[r] == 0) {
-      write_nothing(out, a.rank);
-    } else {
-      write_row(z.o + size_t(r) * a.rank, 1 / z.sum[r], out, a.rank);
-    }
-    a.lse[at] = lse_of(z.most[r], z.sum[r]);
   }
 }
 
@@ -241,37 +187,7 @@ void run_typed(const Problem& a, const Task& task, void* memory) {
     __builtin_memset(z.scores, 0, sizeof(float) * kTile * 2 * W);  // lanes without a row
     a.rank == 512 ? attend<T, 512>(a, task, z) : attend<T, 256>(a, task, z);
   }
-  finish<T>(a, task, z);
-}
-
-template <typename T>
-void merge_typed(const Problem& a, const Partials& parts, int row) {
-  const int rows = a.rows();
-  const float* from[kMostPartitions];
-  float weight[kMostPartitions], most = kNothing, sum = 0;
-  int used = 0;
-  for (int p = 0; p < parts.pieces; ++p)
-    if (parts.sum[p * rows + row] != 0 && parts.most[p * rows + row] > most) most = parts.most[p * rows + row];
-  for (int p = 0; p < parts.pieces; ++p) {
-    const size_t at = size_t(p) * rows + row;
-    if (parts.sum[at] == 0) continue;
-    weight[used] = __builtin_exp2f(parts.most[at] - most);
-    sum += weight[used] * parts.sum[at];
-    from[used++] = parts.out + at * a.rank;
-  }
-  const size_t at = size_t(parts.sequence) * rows + row;
-  T* out = static_cast<T*>(a.out) + at * a.rank;
-  a.lse[at] = lse_of(most, sum);
-  if (sum == 0) return write_nothing(out, a.rank);
-  const float inverse = 1 / sum;
-  for (int d = 0; d < a.rank; d += 2 * W) {
-    Two mix{};
-    for (int p = 0; p < used; ++p) {
-      mix.x += load(from[p] + d) * weight[p];
-      mix.y += load(from[p] + d + W) * weight[p];
-    }
-    narrow(out + d, Two{mix.x * inverse, mix.y * inverse});
-  }
+  finish<T>(a, task, z.most, z.sum, [&](int r) { return z.o + size_t(r) * a.rank; });
 }
 
 void run(const Problem& a, const Task& task, void* memory) {
@@ -289,6 +205,6 @@ void merge(const Problem& a, const Partials& parts, int row) {
 }  // namespace
 
 extern const Kernel kernel;
-const Kernel kernel = {MLA_NAME, W, scratch_bytes, run, merge};
+const Kernel kernel = {MLA_NAME, W, 1, scratch_bytes, run, merge};
 
 }  // namespace mla::MLA_ISA

@@ -5,6 +5,11 @@
 #if defined(__linux__)
 #include <sched.h>
 #endif
+#if defined(MLA_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -19,6 +24,9 @@
 #include "schedule.h"
 
 namespace mla {
+namespace amx {
+extern const Kernel kernel;
+}
 namespace avx512 {
 extern const Kernel kernel;
 }
@@ -34,14 +42,33 @@ extern const Kernel kernel;
 
 namespace {
 
+#if defined(MLA_AMX)
+// The CPU has tiles for bf16, the system saves them, and lets this process use them: it must be asked once, and says no
+// where a thread's signal stack could not hold them.
+bool amx_here() {
+  unsigned a, b, c, d, low, high;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // XGETBV exists
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  constexpr unsigned kTileState = 3 << 17, kAskPermission = 0x1023, kTileData = 18;
+  return (low & kTileState) == kTileState && syscall(SYS_arch_prctl, kAskPermission, kTileData) == 0;
+}
+#endif
+
 // Best first.
 std::vector<const Kernel*> kernels_here() {
   std::vector<const Kernel*> found;
+#if defined(MLA_AMX_EMULATED)
+  found.push_back(&amx::kernel);
+#endif
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // these have F16C too
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    found.push_back(&avx512::kernel);
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#if defined(MLA_AMX)
+  if (avx512 && amx_here()) found.push_back(&amx::kernel);
+#endif
+  if (avx512) found.push_back(&avx512::kernel);
   if (avx2) found.push_back(&avx2::kernel);
 #elif defined(__aarch64__)
   found.push_back(&neon::kernel);
@@ -122,6 +149,13 @@ const Kernel& current() {
   return kernel ? *kernel : *kernels().front();
 }
 
+const Kernel& kernel_for(const Problem& a) {
+  const Kernel* kernel = &current();
+  if (chosen.load(std::memory_order_relaxed) || a.dtype != Dtype::bf16 || a.rows() >= kernel->least_rows)
+    return *kernel;
+  return *kernels()[1];
+}
+
 // The front door has seen the tables' shapes only: their contents exist when the call runs.
 void check_blocks(const Problem& a) {
   const Cache& c = a.cache;
@@ -154,7 +188,7 @@ void run_schedule(const Problem& a, const Schedule& s, const Kernel& kernel, int
 
 void decode(const Problem& a, const Request& request) {
   check_blocks(a);
-  const Kernel& kernel = current();
+  const Kernel& kernel = kernel_for(a);
   Engine& e = engine();
   std::lock_guard<std::mutex> turn(e.turn);
   const int wanted = threads();

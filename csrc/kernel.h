@@ -60,7 +60,8 @@ struct Partials {
 
 struct Kernel {
   const char* name;
-  int lanes;  // rows come in groups of so many
+  int lanes;       // rows come in groups of so many
+  int least_rows;  // with fewer, for bf16, the next best kernel is faster
   size_t (*scratch_bytes)(const Problem&, int rows);
   void (*run)(const Problem&, const Task&, void* scratch);
   void (*merge)(const Problem&, const Partials&, int row);

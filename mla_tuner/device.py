@@ -28,8 +28,10 @@ APPLE_CACHE_BYTES = 96 << 20
 
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 # What the kernels of csrc/ are compiled with, widest first.
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _X86_LEVELS = (
-    ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    ("amx", {"amx_tile", "amx_bf16"} | _AVX512),
+    ("avx512", _AVX512),
     ("avx2", {"avx2", "fma", "f16c"}),
 )
 

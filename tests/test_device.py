@@ -86,6 +86,9 @@ def test_thread_setting_is_no_part_of_the_identity(monkeypatch):
     [
         ("x86_64", ICELAKE, "x86_64-avx512"),
         ("AMD64", ICELAKE, "x86_64-avx512"),
+        ("x86_64", ICELAKE + " amx_bf16 amx_tile amx_int8", "x86_64-amx"),
+        ("x86_64", ICELAKE + " amx_tile amx_int8", "x86_64-avx512"),
+        ("x86_64", ZEN3 + " amx_bf16 amx_tile", "x86_64-avx2"),  # AVX-512 switched off
         ("x86_64", ZEN3, "x86_64-avx2"),
         (
             "x86_64",

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 
 from mla_tuner import device as devices
 from mla_tuner.backends import get
-from tools.peaks import peaks
+from mla_tuner.overview import kernels
 from tools.peers import torch_cpu
 
 from .rounds import Rounds
@@ -95,7 +95,7 @@ def header(threads: Sequence[int], argv: Sequence[str]) -> dict[str, str]:
     conditions = devices.conditions()
     return {
         "machine": f"{device.name}; {device.key}; last-level cache {device.cache_bytes >> 20} MB",
-        "instruction sets": ", ".join(peaks.isas()),
+        "instruction sets": ", ".join(kernels(backend)),
         "threads": ", ".join(map(str, threads)),
         "versions": ", ".join(f"{name} {value}" for name, value in software.items()),
         "kernel": backend.digest(),
