@@ -1,6 +1,7 @@
 """Every number of the CPU kernel and of serving in one process, in shuffled rounds.
 
-    python -m tools.bench_cpu [--section peak,torch,mlx,split,linear,overhead,policy] [--json FILE]
+    python -m tools.bench_cpu [--section peak,torch,mlx,split,linear,overhead,policy]
+                              [--isa NAME] [--json FILE]
 
 Prints Markdown for docs/performance-cpu.md: what the machine is, each figure with its target, and
 the times of every form. Run it from the repository's root, on an idle machine; torch is optional.
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from tools.cpu_bench import process, results, scaling, sections
+from tools.cpu_bench import kernels, process, results, scaling, sections
 from tools.cpu_bench.results import Results
 from tools.cpu_bench.sections import Options
 
@@ -61,9 +62,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="a shape and thread count")
     parser.add_argument("--threads", default="1,2", metavar="1,2")
     parser.add_argument("--shrink", type=int, default=1, metavar="N", help="divide contexts by N")
+    parser.add_argument("--isa", default="", help="kernel variant; default: as the kernel chooses")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     args = parser.parse_args(argv)
     threads = tuple(int(n) for n in args.threads.split(","))
+    kernels.use_isa(args.isa)
     found = run(args.section, Options(args.seconds, threads, args.shrink))
     head = results.header(threads, argv)
     print(results.markdown(head, found), end="")

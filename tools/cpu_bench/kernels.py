@@ -33,6 +33,12 @@ def set_threads(threads: int) -> None:
         torch_cpu.set_threads(threads)
 
 
+def use_isa(name: str) -> None:
+    """Holds our kernel to one instruction set; "" lets it choose by shape."""
+    get("cpu").available()
+    importlib.import_module("mla_tuner._native").set_isa(name)
+
+
 def paged_case(heads: int, context: int, dtype: str) -> Case:
     """One sequence in shuffled blocks of 32 tokens, geometry 512+64."""
     return make_case(Shape(context, 1, heads, dtype), seed=heads)
