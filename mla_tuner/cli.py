@@ -1,13 +1,13 @@
 """The `mla-tune` command: every function here parses, calls one function, and prints.
 
-The only importer of click. What a command needs is imported when it runs, so that `--help` and
-`plan` start quickly.
+What a command needs is imported when it runs, so that `--help` and `plan` start quickly.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from . import __version__
 from . import device as devices
 from .device import CHOICES, MLX_VERSION, Device
 from .errors import StoreError, TunerError
-from .parse import DTYPE_NAMES, count, duration, several, word
+from .parse import DTYPE_NAMES, count, duration, program, several, word
 from .plan import PATHS
 from .shapes import (
     DEEPSEEK,
@@ -51,7 +51,7 @@ class Commands(click.Group):
     """Known failures become one line and exit code 1."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.obj = shlex.join(["mla-tune", *args])  # to say how a run is continued
+        ctx.obj = shlex.join([program(sys.argv[0]), *args])  # to say how a run is continued
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -78,7 +78,10 @@ def one_token(bucket: Bucket) -> Gate:
 def long_context(bucket: Bucket) -> Gate:
     """Whether the scan is long enough to be worth a merge."""
     passed = bucket.context >= LONG_CONTEXT
-    return passed, f"context {bucket.context} is below {LONG_CONTEXT}: one pass is short anyway"
+    return passed, (
+        f"not tuned here, and context {bucket.context} is below {LONG_CONTEXT}, "
+        "from where untuned shapes are split: run `mla-tune`"
+    )
 
 
 def cores_known(device: Device) -> Gate:
@@ -95,8 +98,8 @@ def built(backend: Backend) -> Gate:
 def idle(tasks: int, cores: int) -> Gate:
     """`tasks` = row groups x batch: what one partition gives the device to do."""
     if tasks < cores:
-        return True, f"{tasks} row groups leave some of {cores} cores idle"
-    return False, f"{tasks} row groups keep all {cores} cores busy"
+        return True, f"one pass keeps {tasks} of {cores} cores busy"
+    return False, f"not tuned here, and one pass keeps all {cores} cores busy: run `mla-tune`"
 
 
 def partitions(tasks: int, cores: int) -> int:

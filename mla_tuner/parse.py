@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from shutil import which
 from typing import TypeVar
 
 from .shapes import DTYPES
@@ -66,3 +67,8 @@ def duration(text: str) -> float:
     if seconds <= 0:
         raise ValueError(f"expected a time such as 90s, 5m or 1h; got {text!r}")
     return seconds
+
+
+def program(called: str) -> str:
+    """`mla-tune` as the user's shell finds it: by the path it was called by where not on PATH."""
+    return called if called.endswith("/mla-tune") and not which("mla-tune") else "mla-tune"

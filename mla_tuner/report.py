@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from .tuner import Event, RunStarted
 
 Answer = Mapping[str, Any]
+MOST_LISTED = 10  # buckets that a run did not reach; a full grid has dozens
 
 
 def show(parts: Iterable[RenderableType]) -> None:
-    """Print results to stdout."""
+    """Print results to stdout. Lines are not broken: commands and paths in them get copied."""
     console = Console(markup=False, highlight=False)
     for part in parts:
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, (str, Text)))
 
 
 # --- numbers -----------------------------------------------------------------------------------
@@ -105,13 +106,20 @@ def tuned(answer: Answer) -> Iterator[RenderableType]:
         f"{answer['already_tuned']} tuned before."
     )
     for kind, title in (("failed", "failed"), ("not_reached", "not reached")):
-        if answer[kind]:
-            yield f"\n{len(answer[kind])} {title}:"
-            yield _facts([(f"  {row['bucket']}", row["reason"]) for row in answer[kind]])
+        rows = answer[kind]
+        if rows:
+            yield f"\n{len(rows)} {title}:"
+            yield _facts([(f"  {row['bucket']}", row["reason"]) for row in rows[:MOST_LISTED]])
+        if len(rows) > MOST_LISTED:
+            yield f"  ... and {len(rows) - MOST_LISTED} more: --json lists all"
     if answer["continue"]:
         yield Text(f"\nTo continue:   {answer['continue']}")
+        yield "What needs more than the whole budget waits for a longer --budget."
     yield Text(f"\nDatabase:      {answer['db']}", overflow="fold")
-    yield "Serving reads it at a process's first mla_tuner.mla_decode(...): restart servers."
+    yield "Serving reads it at a process's first mla_tuner.mla_decode(...)."
+    yield "Running servers keep the old table: restart them."
+    if answer["device"].startswith("cpu/"):
+        yield "MLX's CPU build is slow (reference BLAS): these factors say nothing about GPUs."
     if answer["plans"]:
         shape = "--context {context} --batch {batch} --heads {heads}".format(**answer["plans"][-1])
         yield f"What it runs:  mla-tune plan {shape}"

@@ -151,7 +151,8 @@ def tune(
     if summary.not_reached and not (summary.tuned or summary.skipped_known or summary.failed):
         bucket, reason = summary.not_reached[0]
         raise BudgetError(
-            f"a budget of {budget_s:.3g} s is too small for a single bucket ({bucket}: {reason})"
+            f"a budget of {budget_s:.3g} s is too small for a single bucket ({bucket}: {reason}): "
+            "give a longer --budget, or smaller shapes"
         )
     return summary
 

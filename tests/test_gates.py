@@ -33,8 +33,8 @@ def ask(
         ({"q_len": 2}, "2 query tokens a sequence"),
         ({"context": 16384}, "context 16384 is below 32768"),
         ({"cores": None}, "core count is unknown"),
-        ({"batch": 2}, "2 row groups keep all 2 cores busy"),
-        ({"heads": 17}, "2 row groups keep all 2 cores busy"),
+        ({"batch": 2}, "one pass keeps all 2 cores busy"),
+        ({"heads": 17}, "one pass keeps all 2 cores busy"),
         ({"backend": FakeBackend(reason="built for MLX 1.0")}, "built for MLX 1.0"),
         (
             {"backend": FakeBackend(checked=(False, "wrong by 3"))},
@@ -55,7 +55,7 @@ def test_each_gate_says_why_it_stays_with_mlx(options: dict[str, object], reason
 def test_idle_cores_are_filled(heads: int, batch: int, cores: int, partitions: int) -> None:
     plan, reason = ask(heads=heads, batch=batch, cores=cores)
     assert plan == Plan("split", partitions, "r16")
-    assert reason.endswith(f"leave some of {cores} cores idle at context 32768")
+    assert reason.endswith(f"of {cores} cores busy at context 32768")
 
 
 def test_longer_contexts_never_fall_back() -> None:

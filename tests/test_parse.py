@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from mla_tuner.parse import DTYPE_NAMES, count, duration, several, word
+from mla_tuner.parse import DTYPE_NAMES, count, duration, program, several, word
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,13 @@ def test_several() -> None:
     assert several(count(1, 9), repeats=True)("3,1,3") == (3, 1, 3)
     with pytest.raises(ValueError, match="got ''"):
         several(count(1, 9))("1,,2")
+
+
+def test_the_program_is_named_as_the_shell_finds_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program(".venv/bin/mla-tune") == ".venv/bin/mla-tune"
+    assert program("mla-tune") == program("/usr/bin/pytest") == "mla-tune"
+    (tmp_path / "mla-tune").touch(mode=0o755)
+    assert program(".venv/bin/mla-tune") == "mla-tune"
