@@ -12,8 +12,6 @@ from .plan import MLX, Plan
 from .shapes import CONTEXT_GRID
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .backends import Backend
     from .device import Device
     from .shapes import Bucket
@@ -25,12 +23,10 @@ MIN_PARTITIONS = 2
 MAX_GATE_PARTITIONS = 8
 
 
-def gate(
-    bucket: Bucket, device: Device, self_check: Callable[[], tuple[bool, str]], backend: Backend
-) -> tuple[Plan, str]:
+def gate(bucket: Bucket, device: Device, backend: Backend) -> tuple[Plan, str]:
     """The plan for a bucket without tuning data, and the sentence that says why. Never raises.
 
-    `self_check` may run a kernel, so it is asked last.
+    The back end's self-check may run a kernel, so it is asked last.
     """
     for passed, reason in (
         built(backend),  # first: without a kernel nothing else matters
@@ -48,7 +44,7 @@ def gate(
     passed, idle_reason = idle(tasks, cores)
     if not passed:
         return MLX, idle_reason
-    passed, reason = self_check()
+    passed, reason = backend.self_check()
     if not passed:
         return MLX, f"the kernel's self-check failed here: {reason}"
     plan = Plan("split", partitions(tasks, cores), tile)

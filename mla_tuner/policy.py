@@ -169,7 +169,7 @@ class Policy:
         )
 
     def _gated(self, bucket: Bucket) -> Decision:
-        plan, reason = gates.gate(bucket, self.device, self._backend.self_check, self._backend)
+        plan, reason = gates.gate(bucket, self.device, self._backend)
         row = self._rows.get(bucket)
         refused = self._refusal(row.plan, bucket) if row else self._stale.get(bucket)
         return Decision(plan, "gates", f"{refused}; {reason}" if refused else reason)

@@ -19,7 +19,7 @@ def ask(
 ) -> tuple[Plan, str]:
     backend = backend or FakeBackend()
     bucket = bucket_of(context, batch, heads, dtype, q_len=q_len)
-    return gate(bucket, make_device(cores), backend.self_check, backend)
+    return gate(bucket, make_device(cores), backend)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_longer_contexts_never_fall_back() -> None:
 
 
 def test_the_kernel_is_not_run_for_a_plan_that_does_not_need_it() -> None:
-    def fail() -> tuple[bool, str]:
-        raise AssertionError("the self-check ran")
+    class Unasked(FakeBackend):
+        def self_check(self) -> tuple[bool, str]:
+            raise AssertionError("the self-check ran")
 
-    bucket = bucket_of(1024, 1, 16, "bfloat16")
-    assert gate(bucket, make_device(), fail, FakeBackend())[0] == MLX
+    assert ask(context=1024, backend=Unasked())[0] == MLX
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import reprlib
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from struct import unpack_from
@@ -116,8 +116,11 @@ class CpuBackend(MlxBackend):
         record: dict[str, Any] = native.last_run() if native is not None else {"ticket": 0}
         return record if record["ticket"] == ticket & _TICKET_BITS else None
 
-    @lru_cache(maxsize=1)  # noqa: B019 - one object per process
     def self_check(self) -> tuple[bool, str]:
+        return self._self_checked
+
+    @cached_property
+    def _self_checked(self) -> tuple[bool, str]:
         if self._kernel.native is None:
             return self.available()
         try:
