@@ -135,9 +135,10 @@ inline ScoresByRow<float> scores_for_strides(const Problem& a, int64_t latent, i
   return kThroughBuffer<float>;
 }
 
-// acc[r][t] += q[r] * token[t] over some dims, dims in the lanes.
-template <typename T, int R, int N>
-MLA_INLINE void products_by_dim(const float* q, int dim, const T* const* token, int dims, Vec (&acc)[R * N],
+// acc[.][r][t] += q[r] * token[t] over some dims, dims in the lanes. With C = 2 every other register of dims has its
+// own sums: fewer than eight chains of additions would wait for each other.
+template <typename T, int R, int N, int C>
+MLA_INLINE void products_by_dim(const float* q, int dim, const T* const* token, int dims, Vec (&acc)[C][R * N],
                                 Ahead& ahead) {
   const T* from[N];
   MLA_UNROLL(8)
@@ -151,9 +152,9 @@ MLA_INLINE void products_by_dim(const float* q, int dim, const T* const* token, 
     for (int r = 0; r < R; ++r) {
       Vec x = load(q + r * dim + d), y = load(q + r * dim + d + W);
       MLA_UNROLL(8)
-      for (int t = 0; t < N; ++t) acc[r * N + t] += x * key[t].x;
+      for (int t = 0; t < N; ++t) acc[0][r * N + t] += x * key[t].x;
       MLA_UNROLL(8)
-      for (int t = 0; t < N; ++t) acc[r * N + t] += y * key[t].y;
+      for (int t = 0; t < N; ++t) acc[C - 1][r * N + t] += y * key[t].y;
     }
   }
 }
@@ -163,12 +164,15 @@ template <typename T, int R, int N>
 MLA_INLINE void scores_by_dim(const float* q /*[R][dim]*/, const Tile<T>& tile, int first, const Problem& a, float* s,
                               Ahead& next) {
   Ahead ahead = next;
-  Vec acc[R * N] = {};
-  products_by_dim<T, R, N>(q, a.dim(), tile.latent + first, a.rank, acc, ahead);
-  products_by_dim<T, R, N>(q + a.rank, a.dim(), tile.rope + first, a.rope, acc, ahead);
+  constexpr int n = R * N, C = n < 8 ? 2 : 1;
+  Vec acc[C][n] = {};
+  products_by_dim<T, R, N, C>(q, a.dim(), tile.latent + first, a.rank, acc, ahead);
+  products_by_dim<T, R, N, C>(q + a.rank, a.dim(), tile.rope + first, a.rope, acc, ahead);
   next = ahead;
-  constexpr int n = R * N;
-  auto chain = [&](int i) MLA_INLINE_LAMBDA { return i < n ? acc[i < n ? i : 0] : Vec{}; };
+  auto chain = [&](int i) MLA_INLINE_LAMBDA {
+    if (i >= n) return Vec{};
+    return C == 2 ? acc[0][i] + acc[C - 1][i] : acc[0][i];
+  };
   MLA_UNROLL(8)
   for (int i = 0; i < n; i += 4) {
     Four x = sums(chain(i), chain(i + 1), chain(i + 2), chain(i + 3));

@@ -33,7 +33,7 @@ MLA_INLINE Spans<T> one_span(const T* at, int count, int64_t stride) {
   return spans;
 }
 
-// Tokens one by one; entries past the last token repeat it, so that a block of tokens may be read whole.
+// Tokens one by one; entries past the last token repeat it up to a multiple of kBlock: blocks of tokens are read whole.
 template <typename T>
 struct Tile {
   int start, n;  // tokens [start, start + n) of the sequence, n <= kTile
@@ -77,7 +77,7 @@ void locate(const Problem& a, int sequence, int start, int n, Tile<T>& tile) {
     if (!c.table && a.rope) tile.add_run(rope, a.rope, c.rope_token, count);
   }
   tile.runs[tile.run_count] = {nullptr, nullptr};
-  for (int t = n; t < kTile; ++t) {
+  for (int t = n; t % kBlock; ++t) {
     tile.latent[t] = tile.latent[n - 1];
     tile.rope[t] = tile.rope[n - 1];
   }

@@ -21,6 +21,7 @@ import mlx.core as mx
 from tools.cpu_bench import kernels, process, results, scaling, sections
 from tools.cpu_bench.results import Results
 from tools.cpu_bench.sections import Options
+from tools.peers import torch_cpu
 
 Section = Callable[[Options, Results], None]
 SECTIONS: dict[str, Section] = {
@@ -62,12 +63,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="a shape and thread count")
     parser.add_argument("--threads", default="1,2", metavar="1,2")
     parser.add_argument("--shrink", type=int, default=1, metavar="N", help="divide contexts by N")
-    parser.add_argument("--isa", default="", help="kernel variant; default: as the kernel chooses")
+    parser.add_argument("--isa", default="", help="keeps the kernel and PyTorch to it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     args = parser.parse_args(argv)
     threads = tuple(int(n) for n in args.threads.split(","))
     kernels.use_isa(args.isa)
+    held = torch_cpu.hold_to(args.isa)
     found = run(args.section, Options(args.seconds, threads, args.shrink))
+    if held and "torch" in args.section:
+        found.notes.append(f"PyTorch kept to {args.isa} by {held}")
     head = results.header(threads, argv)
     print(results.markdown(head, found), end="")
     if args.json:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -64,6 +65,27 @@ def forms(q: Any, latent: Any, rank: int, scale: float) -> dict[str, Form]:
     return {name: _without_grad(form) for name, form in named.items()}
 
 
+# Per instruction set, what keeps PyTorch's libraries to it. MKL's own bfloat16 products were slower
+# than its float32 ones on Emerald Rapids (2026-11-29): PyTorch gets the faster setting.
+_HELD_TO = {
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    },
+}
+
+
+def hold_to(isa: str) -> str:
+    """Keep PyTorch to "avx512" (so no AMX) or "avx2"; before its first use. Returns what it set."""
+    settings = _HELD_TO.get(isa, {})
+    if settings and "torch" in sys.modules:
+        raise RuntimeError("torch is loaded already, and has chosen its instructions")
+    os.environ.update(settings)
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
 def set_threads(threads: int) -> None:
     importlib.import_module("torch").set_num_threads(threads)
 
@@ -99,7 +121,9 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each form")
+    parser.add_argument("--isa", choices=tuple(_HELD_TO), help="keep PyTorch to it")
     args = parser.parse_args()
+    hold_to(args.isa or "")
     if not available():
         print(MISSING, file=sys.stderr)
         return 1
