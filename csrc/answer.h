@@ -60,7 +60,7 @@ void finish(const Problem& a, const Task& task, const float* most, const float* 
     } else {
       write_row(o_of(r), 1 / sum[r], out, a.rank);
     }
-    a.lse[at] = lse_of(most[r], sum[r]);
+    if (a.lse) a.lse[at] = lse_of(most[r], sum[r]);
   }
 }
 
@@ -81,7 +81,7 @@ void merge_typed(const Problem& a, const Partials& parts, int row) {
   }
   const size_t at = size_t(parts.sequence) * rows + row;
   T* out = static_cast<T*>(a.out) + at * a.rank;
-  a.lse[at] = lse_of(most, sum);
+  if (a.lse) a.lse[at] = lse_of(most, sum);
   if (sum == 0) return write_nothing(out, a.rank);
   const float inverse = 1 / sum;
   for (int d = 0; d < a.rank; d += 2 * W) {

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <vector>
 
 #include "mla_decode.h"
 #include "mlx/version.h"
@@ -47,14 +48,30 @@ nb::dict last_run() {
   return d;
 }
 
+// Dtypes and shapes as one key: tuples of them take five times as long to make, hash and compare in Python.
+nb::bytes signature(const nb::args& arrays) {
+  std::vector<int> key;
+  key.reserve(32);
+  for (nb::handle item : arrays) {
+    const mlx::core::array* a = nullptr;
+    if (!nb::try_cast(item, a, false)) throw nb::type_error("[signature] expected arrays or None");
+    key.push_back(a ? int(a->ndim()) : -1);
+    if (!a) continue;
+    key.push_back(int(a->dtype().val()));
+    key.insert(key.end(), a->shape().begin(), a->shape().end());
+  }
+  return nb::bytes(key.data(), key.size() * sizeof(int));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
   m.doc() = "The CPU kernel as an MLX primitive. mla_tuner.mla_decode is the front door that checks and explains.";
   m.def("check_runtime", &check_runtime, "Raises ImportError where the MLX in this process is not the one built for.");
   m.def("mla_decode", &mla::mla_decode, "q_nope"_a, "q_pe"_a.none(), "latent"_a, "k_pe"_a.none(),
-        "block_tables"_a.none(), "lengths"_a, "starts"_a, "scale"_a, "partitions"_a, "tile"_a, "ticket"_a,
+        "block_tables"_a.none(), "lengths"_a, "starts"_a, "scale"_a, "partitions"_a, "tile"_a, "ticket"_a, "want_lse"_a,
         "Lazy decode attention: (out [batch, heads, q_len, rank], lse [batch, heads, q_len] float32).");
+  m.def("signature", &signature, "arrays"_a, "A key that is equal for arrays of equal dtypes and shapes.");
   m.def("last_run", &last_run, "How the call that finished last really ran; ticket 0: none yet.");
   m.def("isas", &mla::isas, "Instruction sets that run here, best first.");
   m.def("isa", &mla::isa, "The instruction set in use.");

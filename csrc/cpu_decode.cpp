@@ -104,6 +104,7 @@ class Buffer {
     }
     return data_.get();
   }
+  void* get() const { return data_.get(); }
 
  private:
   struct Free {
@@ -175,9 +176,9 @@ void check_blocks(const Problem& a) {
 void run_schedule(const Problem& a, const Schedule& s, const Kernel& kernel, int threads, Engine& e) {
   const size_t bytes = kernel.scratch_bytes(a, s.tile);
   if (e.scratch.size() < size_t(threads)) e.scratch.resize(threads);
-  std::vector<void*> scratch(threads);
-  for (int i = 0; i < threads; ++i) scratch[i] = e.scratch[i].reserve(bytes);
-  e.pool.run(int(s.tasks.size()), threads, [&](int i, int worker) { kernel.run(a, s.tasks[i], scratch[worker]); });
+  for (int i = 0; i < threads; ++i) e.scratch[i].reserve(bytes);
+  e.pool.run(int(s.tasks.size()), threads,
+             [&](int i, int worker) { kernel.run(a, s.tasks[i], e.scratch[worker].get()); });
 
   const int rows = a.rows(), merges = int(s.split.size()) * rows;
   const bool shared = merges * s.partitions >= 256;  // fewer are done before a worker wakes up

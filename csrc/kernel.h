@@ -39,7 +39,7 @@ struct Problem {
   Cache cache;
   const int *lengths, *starts;  // [batch]: tokens [start, length) are attended by the last query token
   void* out;                    // [batch, heads, q_len, rank]
-  float* lse;                   // [batch, heads, q_len], natural log
+  float* lse;                   // [batch, heads, q_len], natural log; null: not wanted
   MLA_INLINE int rows() const { return heads * q_len; }
   MLA_INLINE int dim() const { return rank + rope; }
 };

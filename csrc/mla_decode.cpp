@@ -1,5 +1,6 @@
 #include "mla_decode.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <sstream>
@@ -59,136 +60,126 @@ Dtype kernel_dtype(mx::Dtype dtype) {
   return dtype == mx::float32 ? Dtype::f32 : dtype == mx::float16 ? Dtype::f16 : Dtype::bf16;
 }
 
-// An input as the kernel wants it: numbers of a row side by side. Anything else is copied, which no caller we know
-// needs.
-class Rows {
- public:
-  explicit Rows(const mx::array& a) : data_(a.data<char>()), strides_(a.strides()) {
-    if (a.shape(-1) == 1 || strides_.back() == 1) return;
-    copy_.resize(a.nbytes());
-    gather(a, 0, data_, copy_.data());
-    data_ = copy_.data();
-    int64_t stride = 1;
-    for (int i = a.ndim() - 1; i >= 0; stride *= a.shape(i--)) strides_[i] = stride;
-  }
-  const char* data() const { return data_; }
-  int64_t stride(int dim) const { return strides_[dim]; }
-
- private:
-  static char* gather(const mx::array& a, int dim, const char* from, char* to) {
-    const size_t bytes = a.itemsize();
-    for (int i = 0; i < a.shape(dim); ++i, from += a.strides()[dim] * int64_t(bytes)) {
-      if (dim + 1 < int(a.ndim())) {
-        to = gather(a, dim + 1, from, to);
-      } else {
-        std::memcpy(to, from, bytes);
-        to += bytes;
-      }
+char* gather(const mx::array& a, int dim, const char* from, char* to) {
+  const size_t bytes = a.itemsize();
+  for (int i = 0; i < a.shape(dim); ++i, from += a.strides()[dim] * int64_t(bytes)) {
+    if (dim + 1 < int(a.ndim())) {
+      to = gather(a, dim + 1, from, to);
+    } else {
+      std::memcpy(to, from, bytes);
+      to += bytes;
     }
-    return to;
   }
-  const char* data_;
-  mx::Strides strides_;
-  std::vector<char> copy_;
-};
-
-// What the lambda on the stream holds on to. The scheduler keeps the buffers alive: counted references would block
-// donation.
-struct Inputs {
-  mx::array q_nope, latent;
-  std::optional<mx::array> q_pe, k_pe, tables;
-};
-
-Inputs weak_inputs(const std::vector<mx::array>& in, bool has_rope, bool paged) {
-  size_t at = 2;
-  auto take = [&](bool there) { return there ? std::optional(mx::array::unsafe_weak_copy(in[at++])) : std::nullopt; };
-  auto q_pe = take(has_rope), k_pe = take(has_rope && !paged), tables = take(paged);
-  return {mx::array::unsafe_weak_copy(in[0]), mx::array::unsafe_weak_copy(in[1]), q_pe, k_pe, tables};
+  return to;
 }
 
-void run(const Inputs& in, const Call& call, mx::array& out, mx::array& lse) {
-  Problem a{};
-  a.batch = in.q_nope.shape(0);
-  a.heads = in.q_nope.shape(1);
-  a.q_len = in.q_nope.shape(2);
-  a.rank = in.q_nope.shape(3);
-  a.rope = in.q_pe ? in.q_pe->shape(3) : 0;
-  a.dtype = kernel_dtype(in.q_nope.dtype());
-  a.scale = call.scale;
-  a.lengths = call.lengths.data();
-  a.starts = call.starts.data();
-  a.out = out.data<char>();
-  a.lse = lse.data<float>();
+// Where an input's rows are. Their numbers lie side by side: anything else is copied first, which no caller we know
+// needs.
+struct Rows {
+  const char* data;
+  int64_t strides[3];
+};
 
-  const Rows nope(in.q_nope), latent(in.latent);
-  std::optional<Rows> q_pe, k_pe;
-  a.query = {nope.data(), nullptr, {nope.stride(0), nope.stride(1), nope.stride(2)}, {}};
-  if (in.q_pe) {
-    q_pe.emplace(*in.q_pe);
-    a.query.rope = q_pe->data();
-    for (int i = 0; i < 3; ++i) a.query.rope_strides[i] = q_pe->stride(i);
+Rows rows_of(const mx::array& in, mx::cpu::CommandEncoder& encoder) {
+  if (in.shape(-1) == 1 || in.strides(-1) == 1) {
+    Rows rows{in.data<char>(), {}};
+    std::copy_n(in.strides().begin(), in.ndim() - 1, rows.strides);
+    return rows;
   }
-  Cache& c = a.cache;
-  c.latent = latent.data();
-  c.latent_outer = latent.stride(0);
-  c.latent_token = latent.stride(in.tables ? 1 : 2);
-  c.rope = latent.data() + (in.tables ? a.rank * in.latent.itemsize() : 0);
-  c.rope_outer = c.latent_outer;
-  c.rope_token = c.latent_token;
-  if (in.k_pe) {
-    k_pe.emplace(*in.k_pe);
-    c.rope = k_pe->data();
-    c.rope_outer = k_pe->stride(0);
-    c.rope_token = k_pe->stride(2);
+  mx::array copy(in.shape(), in.dtype(), nullptr, {});
+  copy.set_data(mx::allocator::malloc(copy.nbytes()));
+  encoder.add_temporary(copy);
+  encoder.dispatch(
+      [from = mx::array::unsafe_weak_copy(in), to = copy.data<char>()] { gather(from, 0, from.data<char>(), to); });
+  return rows_of(copy, encoder);
+}
+
+Query query_of(const mx::array& q_nope, const mx::array* q_pe, mx::cpu::CommandEncoder& encoder) {
+  const Rows nope = rows_of(q_nope, encoder), rope = q_pe ? rows_of(*q_pe, encoder) : Rows{};
+  Query q{nope.data, rope.data, {}, {}};
+  std::copy_n(nope.strides, 3, q.nope_strides);
+  std::copy_n(rope.strides, 3, q.rope_strides);
+  return q;
+}
+
+Cache cache_of(const mx::array& latent, const mx::array* k_pe, const mx::array* table, int rank,
+               mx::cpu::CommandEncoder& encoder) {
+  const Rows nope = rows_of(latent, encoder), rope = k_pe ? rows_of(*k_pe, encoder) : nope;
+  const int token = table ? 1 : 2;
+  Cache c{};
+  c.latent = nope.data;
+  c.rope = table ? nope.data + rank * latent.itemsize() : rope.data;
+  c.latent_outer = nope.strides[0];
+  c.latent_token = nope.strides[token];
+  c.rope_outer = rope.strides[0];
+  c.rope_token = rope.strides[token];
+  if (table) {
+    c.table = table->data<int32_t>();
+    c.table_row = table->strides(0);
+    c.table_column = table->strides(1);
+    c.blocks = latent.shape(0);
+    c.block_size = latent.shape(1);
   }
-  if (in.tables) {
-    c.table = in.tables->data<int32_t>();
-    c.table_row = in.tables->strides()[0];
-    c.table_column = in.tables->strides()[1];
-    c.blocks = in.latent.shape(0);
-    c.block_size = in.latent.shape(1);
-  }
-  decode(a, call.request);
+  return c;
 }
 
 }  // namespace
 
-std::pair<mx::array, mx::array> mla_decode(const mx::array& q_nope, const std::optional<mx::array>& q_pe,
-                                           const mx::array& latent, const std::optional<mx::array>& k_pe,
-                                           const std::optional<mx::array>& block_tables, std::vector<int> lengths,
-                                           std::vector<int> starts, float scale, int partitions, int tile, int ticket) {
-  auto call =
-      std::make_shared<const Call>(Call{scale, {partitions, tile, ticket}, std::move(lengths), std::move(starts)});
+Answer mla_decode(const mx::array& q_nope, const std::optional<mx::array>& q_pe, const mx::array& latent,
+                  const std::optional<mx::array>& k_pe, const std::optional<mx::array>& block_tables,
+                  std::vector<int> lengths, std::vector<int> starts, float scale, int partitions, int tile, int ticket,
+                  bool want_lse) {
+  auto call = std::make_shared<const Call>(
+      Call{scale, want_lse, {partitions, tile, ticket}, std::move(lengths), std::move(starts)});
   check(q_nope, q_pe, latent, k_pe, block_tables, *call);
-  std::vector<mx::array> inputs{q_nope, latent};
+  std::vector<mx::array> inputs;
+  inputs.reserve(4);
+  inputs.assign({q_nope, latent});
   for (const auto* more : {&q_pe, &k_pe, &block_tables})
     if (*more) inputs.push_back(**more);
   const auto& q = q_nope.shape();
   auto primitive =
       std::make_shared<MlaDecode>(mx::to_stream({}), std::move(call), q_pe.has_value(), block_tables.has_value());
+  if (!want_lse) return {mx::array(q, q_nope.dtype(), std::move(primitive), std::move(inputs)), std::nullopt};
   auto outputs =
       mx::array::make_arrays({q, mx::Shape{q[0], q[1], q[2]}}, {q_nope.dtype(), mx::float32}, primitive, inputs);
   return {outputs[0], outputs[1]};
 }
 
+// The inputs' buffers exist now and are filled when the stream gets here: addresses and strides are for now, contents
+// for the lambdas. The scheduler keeps the buffers alive; counted references would block donation.
 void MlaDecode::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
+  for (const auto& in : inputs) encoder.set_input_array(in);
   for (auto& out : outputs) {
     out.set_data(mx::allocator::malloc(out.nbytes()));
     encoder.set_output_array(out);
   }
-  for (const auto& in : inputs) encoder.set_input_array(in);
-  // The inputs' buffers are filled only when the stream gets here: strides may be read now, contents in the lambda
-  // alone.
-  encoder.dispatch([in = weak_inputs(inputs, has_rope_, paged_), call = call_,
-                    out = mx::array::unsafe_weak_copy(outputs[0]),
-                    lse = mx::array::unsafe_weak_copy(outputs[1])]() mutable {
+  const mx::array &q_nope = inputs[0], &latent = inputs[1];
+  const mx::array* q_pe = has_rope_ ? &inputs[2] : nullptr;
+  const mx::array* k_pe = has_rope_ && !paged_ ? &inputs[3] : nullptr;
+  const mx::array* table = paged_ ? &inputs.back() : nullptr;
+  Problem a{};
+  a.batch = q_nope.shape(0);
+  a.heads = q_nope.shape(1);
+  a.q_len = q_nope.shape(2);
+  a.rank = q_nope.shape(3);
+  a.rope = q_pe ? q_pe->shape(3) : 0;
+  a.dtype = kernel_dtype(q_nope.dtype());
+  a.scale = call_->scale;
+  a.query = query_of(q_nope, q_pe, encoder);
+  a.cache = cache_of(latent, k_pe, table, a.rank, encoder);
+  a.lengths = call_->lengths.data();
+  a.starts = call_->starts.data();
+  a.out = outputs[0].data<char>();
+  if (call_->want_lse) a.lse = outputs[1].data<float>();
+  encoder.dispatch([a, call = call_, out_bytes = outputs[0].nbytes()] {
     try {
-      run(in, *call, out, lse);
+      decode(a, call->request);
     } catch (...) {
       // MLX counts the outputs as available from here on: whoever reads them all the same must see that they are not.
-      std::memset(out.data<char>(), kNaNByte, out.nbytes());
-      std::memset(lse.data<char>(), kNaNByte, lse.nbytes());
+      std::memset(a.out, kNaNByte, out_bytes);
+      if (a.lse) std::memset(a.lse, kNaNByte, sizeof(float) * a.batch * a.rows());
       throw;
     }
   });
@@ -200,6 +191,7 @@ void MlaDecode::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&)
 
 std::vector<mx::Shape> MlaDecode::output_shapes(const std::vector<mx::array>& inputs) {
   const auto& q = inputs[0].shape();
+  if (!call_->want_lse) return {q};
   return {q, mx::Shape{q[0], q[1], q[2]}};
 }
 

@@ -17,19 +17,23 @@ namespace mx = mlx::core;
 // Everything about a call but the arrays.
 struct Call {
   float scale;
+  bool want_lse;
   Request request;
   std::vector<int> lengths, starts;  // [batch]
 };
 
-// Lazy. Returns out [batch, heads, q_len, rank] in q_nope's dtype and lse [batch, heads, q_len] in float32.
+// out [batch, heads, q_len, rank] in q_nope's dtype and, where it was asked for, lse [batch, heads, q_len] in float32.
+using Answer = std::pair<mx::array, std::optional<mx::array>>;
+
+// Lazy.
 //   q_nope [batch, heads, q_len, rank], q_pe [batch, heads, q_len, rope] (none for geometries without rope)
 //   paged: latent [blocks, block_size, rank + rope], k_pe none, block_tables [batch, pages a sequence] int32
 //   dense: latent [batch, 1, slots, rank], k_pe [batch, 1, slots, rope] (none without rope), block_tables none
 // The inputs may have any strides; the cache is not copied unless its last dimension is strided.
-std::pair<mx::array, mx::array> mla_decode(const mx::array& q_nope, const std::optional<mx::array>& q_pe,
-                                           const mx::array& latent, const std::optional<mx::array>& k_pe,
-                                           const std::optional<mx::array>& block_tables, std::vector<int> lengths,
-                                           std::vector<int> starts, float scale, int partitions, int tile, int ticket);
+Answer mla_decode(const mx::array& q_nope, const std::optional<mx::array>& q_pe, const mx::array& latent,
+                  const std::optional<mx::array>& k_pe, const std::optional<mx::array>& block_tables,
+                  std::vector<int> lengths, std::vector<int> starts, float scale, int partitions, int tile, int ticket,
+                  bool want_lse);
 
 class MlaDecode : public mx::Primitive {
  public:

@@ -48,7 +48,7 @@ class Run:
     detail: dict[str, object]
 
 
-_last: tuple[Plan, Decision, Backend, int] | None = None
+_last: tuple[Plan, Decision | None, Backend, int] | None = None  # no decision: the caller's plan
 
 
 @overload
@@ -100,19 +100,20 @@ def mla_decode(
     Raises:
         ValueError: an argument does not fit, or `plan` can't run here; nothing was run.
     """
-    checked = _check(q_nope, q_pe, cache)
+    backend = _backend()
+    checked = _check(q_nope, q_pe, cache, backend)
     try:
         scale = float(scale)
     except (TypeError, ValueError, OverflowError):
         _expected("scale as a number that float32 holds", scale)
     if not -_MAX_SCALE <= scale <= _MAX_SCALE:  # NaN fails, too
         _expected("scale as a number that float32 holds", scale)
-    backend = _backend()
+    decision = None
     if plan is None:
         decision = _decide(checked, policy, backend)
         plan = decision.plan
     else:
-        decision = _callers(plan, checked.shape, backend)
+        _check_plan(plan, checked.shape, backend)
     ticket = next_ticket()
     if not checked.shape.geometry[1]:
         q_pe = None
@@ -144,29 +145,25 @@ def last_run() -> Run | None:
     if _last is None:
         return None
     plan, decision, backend, ticket = _last
+    if decision is None:
+        decision = Decision(plan, "caller", "the caller gave this plan")
     executed = backend.executed(ticket) if plan.native else plan
     return Run(plan, decision, executed, backend.detail(ticket) if plan.native else {})
 
 
 def _backend() -> Backend:
     """The back end of MLX's default device, which is where its arrays are evaluated."""
-    if mx.default_device() == mx.cpu:
+    if mx.default_device().type is mx.cpu:
         return backends.get("cpu")
     return backends.get("metal" if mx.metal.is_available() else "cuda")
 
 
-def _callers(plan: Plan, shape: Shape, backend: Backend) -> Decision:
+def _check_plan(plan: Plan, shape: Shape, backend: Backend) -> None:
     if not isinstance(plan, Plan):
         _expected("plan as a Plan", type(plan).__name__)
     refusal = backend.refusal(plan, shape)
     if refusal is not None:
         _expected("a plan that can run here", f"{plan}: {refusal}")
-    return _caller_decision(plan)
-
-
-@lru_cache(maxsize=256)
-def _caller_decision(plan: Plan) -> Decision:
-    return Decision(plan, "caller", "the caller gave this plan")
 
 
 def _decide(checked: _Checked, policy: Policy | None, backend: Backend) -> Decision:
@@ -211,32 +208,55 @@ class _Checked(NamedTuple):
     starts: tuple[int, ...]
 
 
-# Shape and dtype of an argument: all that the checks look at. A plain tuple: it is made each call.
-_Array = tuple[tuple[int, ...], mx.Dtype]
+_passed: dict[tuple[object, ...], _Checked] = {}  # what the checks look at, and what they learnt
+_MAX_PASSED = 1024  # lengths grow with every token: most entries serve the layers of one step
 
 
-def _check(q_nope: mx.array, q_pe: mx.array | None, cache: Cache) -> _Checked:
+def _check(q_nope: mx.array, q_pe: mx.array | None, cache: Cache, backend: Backend) -> _Checked:
     """Checks every argument. The layers of a step pass equal shapes: all but the first look up."""
+    beside: mx.array | None
+    starts = None
+    if isinstance(cache, PagedCache):
+        beside = cache.block_tables
+    elif isinstance(cache, DenseCache):
+        beside = cache.k_pe
+        if cache.starts is not None:
+            starts = _entries("cache.starts", cache.starts)
+    else:
+        _expected("cache as a PagedCache or a DenseCache", type(cache).__name__)
+    lengths = _entries("cache.lengths", cache.lengths)
+    try:
+        key = type(cache), backend.signature(q_nope, q_pe, cache.latent, beside), lengths, starts
+    except TypeError:
+        return _check_anew(q_nope, q_pe, cache, lengths, starts)  # it says which is no array
+    checked = _passed.get(key)
+    if checked is None:
+        checked = _check_anew(q_nope, q_pe, cache, lengths, starts)
+        if len(_passed) >= _MAX_PASSED:
+            _passed.clear()
+        _passed[key] = checked
+    return checked
+
+
+def _check_anew(
+    q_nope: mx.array,
+    q_pe: mx.array | None,
+    cache: Cache,
+    lengths: tuple[int, ...],
+    starts: tuple[int, ...] | None,
+) -> _Checked:
     query = _array("q_nope", q_nope)
     query_pe = None if q_pe is None else _array("q_pe", q_pe)
+    latent = _array("cache.latent", cache.latent)
     if isinstance(cache, PagedCache):
-        return _check_paged(
-            query,
-            query_pe,
-            _array("cache.latent", cache.latent),
-            _array("cache.block_tables", cache.block_tables),
-            _entries("cache.lengths", cache.lengths),
-        )
-    if not isinstance(cache, DenseCache):
-        _expected("cache as a PagedCache or a DenseCache", type(cache).__name__)
-    return _check_dense(
-        query,
-        query_pe,
-        _array("cache.latent", cache.latent),
-        None if cache.k_pe is None else _array("cache.k_pe", cache.k_pe),
-        _entries("cache.lengths", cache.lengths),
-        None if cache.starts is None else _entries("cache.starts", cache.starts),
-    )
+        table = _array("cache.block_tables", cache.block_tables)
+        return _check_paged(query, query_pe, latent, table, lengths)
+    k_pe = None if cache.k_pe is None else _array("cache.k_pe", cache.k_pe)
+    return _check_dense(query, query_pe, latent, k_pe, lengths, starts)
+
+
+# Shape and dtype of an argument: all that the checks look at.
+_Array = tuple[tuple[int, ...], mx.Dtype]
 
 
 def _array(name: str, value: mx.array) -> _Array:
@@ -251,20 +271,18 @@ def _entries(name: str, values: Sequence[int]) -> tuple[int, ...]:
         _expected(f"{name} as host ints", "an mx.array")
     try:
         entries = tuple(values)
-        types = set(map(type, entries))
-        if types != _INT_ONLY:
-            if mx.array in types:
-                raise TypeError  # index() would evaluate it
-            entries = tuple(int(index(value)) for value in entries)
+        if _INT_ONLY.issuperset(map(type, entries)):
+            return entries
+        if mx.array in map(type, entries):
+            raise TypeError  # index() would evaluate it
+        return tuple(int(index(value)) for value in entries)
     except TypeError:
         _expected(f"{name} as a sequence of host ints", values)
-    return entries
 
 
 _INT_ONLY = {int}
 
 
-@lru_cache(maxsize=512)
 def _check_paged(
     q_nope: _Array, q_pe: _Array | None, latent: _Array, table: _Array, lengths: tuple[int, ...]
 ) -> _Checked:
@@ -291,7 +309,6 @@ def _check_paged(
     return _checked(shape, lengths, starts)
 
 
-@lru_cache(maxsize=512)
 def _check_dense(
     q_nope: _Array,
     q_pe: _Array | None,

@@ -90,6 +90,18 @@ def test_a_back_end_without_kernels_says_so(name: str) -> None:
     assert (backend.executed(1), backend.detail(1)) == (None, {})
 
 
+@pytest.mark.parametrize("name", backends.NAMES)
+def test_a_signature_tells_dtypes_and_shapes(name: str) -> None:
+    signature, a = backends.get(name).signature, mx.zeros((2, 3))
+    assert signature(a, None) == signature(mx.ones((2, 3)), None)
+    half, turned, row = a.astype(mx.float16), a.T, mx.zeros(3)
+    others = [(a,), (None, a), (a, a), (half, None), (turned, None), (row, a), (a, row)]
+    assert len({signature(*arrays) for arrays in [(a, None), *others]}) == 1 + len(others)
+    for wrong in ([1.0], 3, "a", a.shape):
+        with pytest.raises(TypeError, match="expected arrays or None"):
+            signature(a, wrong)  # type: ignore[arg-type]
+
+
 def test_tickets_are_unique() -> None:
     assert len({backends.next_ticket() for _ in range(100)}) == 100
 

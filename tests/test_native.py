@@ -114,6 +114,7 @@ class Case:
             "partitions": partitions,
             "tile": tile,
             "ticket": self.ticket,
+            "want_lse": True,
         }
         return native.mla_decode(**{**arguments, **changed})
 
@@ -236,6 +237,14 @@ def test_extreme_halves(isa, dtype):
     assert lse.item() == 0
 
 
+def test_lse_only_where_wanted(isa):
+    case = Case([200, 33, 0], 5, 2)
+    for partitions in (1, 2):
+        out, nothing = case.run(partitions, want_lse=False)
+        assert nothing is None
+        assert mx.array_equal(out, case.run(partitions)[0])
+
+
 class TestStrides:
     """No layout changes the answer, and none is copied but a strided last dimension."""
 
@@ -323,13 +332,14 @@ def test_bad_block_id_is_an_error_and_the_stream_lives(isa, wrong):
     case = Case([40, 40])
     tables = np.array(case.tables)
     tables[1, 2] = wrong
-    answer = case.run(block_tables=mx.array(tables))
-    with pytest.raises(RuntimeError, match=rf"got {wrong} for page 2 of sequence 1"):
-        mx.eval(answer)
-    for array in answer:  # once MLX calls them available they must not look like an answer
-        with suppress(RuntimeError):  # until then it raises again
-            assert np.isnan(np.array(array)).all()
-    case.check()
+    for want_lse in (True, False):
+        answer = case.run(block_tables=mx.array(tables), want_lse=want_lse)
+        with pytest.raises(RuntimeError, match=rf"got {wrong} for page 2 of sequence 1"):
+            mx.eval(answer)
+        for array in answer[: 1 + want_lse]:  # once available they must not look like an answer
+            with suppress(RuntimeError):  # until then it raises again
+                assert np.isnan(np.array(array)).all()
+        case.check()
 
 
 @pytest.mark.parametrize(

@@ -289,8 +289,9 @@ def test_what_equals_an_int_is_no_int(name: str, kind: Callable[[int], Any]) -> 
 def test_bools_count_as_the_ints_that_they_are() -> None:
     case = make_case(Shape(1, 1, 5, "float32"))
     for lengths in ([True], [np.True_ + 0], [1]):
-        ops._check_paged.cache_clear()
-        checked = ops._check(case.q_nope, case.q_pe, replace(case.cache, lengths=lengths))
+        ops._passed.clear()
+        cache = replace(case.cache, lengths=lengths)
+        checked = ops._check(case.q_nope, case.q_pe, cache, backends.get("cpu"))
         assert [type(n) for n in (*checked.lengths, *checked.starts)] == [int, int]
 
 

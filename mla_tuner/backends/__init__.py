@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from itertools import count
 from threading import Lock
@@ -51,11 +52,14 @@ class Backend(Protocol):
     def tiles(self, rows: int) -> tuple[str, ...]:
         """Legal tiles for that many query rows, the default first; empty without native kernels."""
 
+    def signature(self, *arrays: mx.array | None) -> Hashable:
+        """A key that is equal for arrays of equal dtypes and shapes; TypeError for what is none."""
+
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
         """One sentence why this plan can't run on this shape; None if it can."""
 
     def run(self, plan: Plan, call: Call) -> tuple[mx.array, mx.array | None]:
-        """Lazy output `[batch, heads, q_len, kv_lora_rank]` and LSE `[batch, heads, q_len]`."""
+        """Lazy output `[batch, heads, q_len, kv_lora_rank]` and, if wanted, its LSE."""
 
     def executed(self, ticket: int) -> Plan | None:
         """The native plan that really ran for that call; None: not yet evaluated, or overtaken."""

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import reprlib
+from collections.abc import Hashable
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -58,10 +59,15 @@ class CpuBackend(MlxBackend):
     def tiles(self, rows: int) -> tuple[str, ...]:
         return _tiles(rows) if self._kernel.native is not None else ()
 
+    def signature(self, *arrays: mx.array | None) -> Hashable:
+        native = self._kernel.native
+        if native is None:
+            return super().signature(*arrays)
+        key: bytes = native.signature(*arrays)
+        return key
+
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
-        if not plan.native:
-            return None
-        if self._kernel.native is None:
+        if self._kernel.native is None and plan.native:
             return self._kernel.reason
         if plan.tile not in _ROWS_OF:
             return f"the CPU kernel's tiles are {', '.join(filter(None, _ROWS_OF))}"
@@ -76,7 +82,7 @@ class CpuBackend(MlxBackend):
             table = cache.block_tables
         elif call.q_pe is not None:
             k_pe = cache.k_pe
-        answer: tuple[mx.array, mx.array] = self._kernel.native.mla_decode(
+        answer: tuple[mx.array, mx.array | None] = self._kernel.native.mla_decode(
             call.q_nope,
             call.q_pe,
             cache.latent,
@@ -88,6 +94,7 @@ class CpuBackend(MlxBackend):
             plan.partitions,
             _ROWS_OF[plan.tile],
             call.ticket & _TICKET_BITS,
+            call.want_lse,
         )
         return answer
 

@@ -6,7 +6,7 @@ padded work, and nothing outside [start, length) is touched, whatever it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -177,6 +177,11 @@ class MlxBackend:
 
     def tiles(self, rows: int) -> tuple[str, ...]:
         return ()
+
+    def signature(self, *arrays: mx.array | None) -> Hashable:
+        if not all(isinstance(a, mx.array) or a is None for a in arrays):
+            raise TypeError("[signature] expected arrays or None")
+        return tuple([a if a is None else (a.shape, a.dtype) for a in arrays])
 
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
         return self.available()[1] if plan.native else None
