@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from .device import Device
 from .plan import Decision, Plan
-from .policy import Row
 from .shapes import DEEPSEEK, Bucket, Shape
+from .table import Row
 
 if TYPE_CHECKING:
     from .tuner import Summary

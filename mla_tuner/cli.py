@@ -34,9 +34,9 @@ from .shapes import (
 )
 
 if TYPE_CHECKING:
-    from .policy import Row
     from .shapes import Bucket
     from .store import Store
+    from .table import Row
 
 Decorator = Callable[[Any], Any]
 # Options that may stand before a command, too.
@@ -402,7 +402,7 @@ def _note_missing_kernel(here: Device) -> None:
 
 
 def _db(path: Path | None) -> Path:
-    from .policy import default_path
+    from .table import default_path
 
     try:
         return path.expanduser() if path else default_path()

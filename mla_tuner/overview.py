@@ -11,8 +11,8 @@ from . import backends, device
 from .backends import Backend
 from .device import MLX_VERSION, Device
 from .errors import DeviceError, StoreError
-from .policy import read_rows
 from .store import exists
+from .table import read_rows
 
 VARIABLES = ("MLA_TUNER", "MLA_TUNER_DB", "MLA_TUNER_THREADS")
 COST = (

@@ -8,18 +8,11 @@ The first step that answers wins: `off` (MLA_TUNER=off), `tuned` (this device me
 from __future__ import annotations
 
 import logging
-import math
 import os
-import reprlib
-import sqlite3
-import stat
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from . import backends, fits, gates
 from . import device as devices
@@ -28,35 +21,11 @@ from .device import MLX_VERSION, Device
 from .errors import StoreError
 from .plan import MLX, Decision, Plan
 from .shapes import DEEPSEEK, Bucket, Geometry, bucket_fields
+from .table import Row, default_path, read_rows
 
-SCHEMA_VERSION = 1  # of the tables that `store` writes; a newer file is not read
-LOCK_WAIT_S = 1.0  # a reader meets a lock only while another process repairs a crashed file
 MAX_CACHED = 65536  # decisions; more distinct buckets than any server sees
 
 log = logging.getLogger("mla_tuner")
-
-
-class Row(NamedTuple):
-    """A stored winner. Times in microseconds; `speedup` is against `mlx`; `day` is ISO, UTC."""
-
-    bucket: Bucket
-    plan: Plan
-    median_us: float
-    speedup: float
-    speedup_low: float | None
-    speedup_high: float | None
-    day: str
-    kernel: str
-    mlx: str
-
-
-# Columns of the table `plan` that make a Row; `store` writes the same list.
-BUCKET_COLUMNS = Bucket._fields
-ROW_COLUMNS = (
-    *BUCKET_COLUMNS,
-    *("path", "partitions", "tile"),
-    *("median_us", "speedup", "speedup_low", "speedup_high", "day", "kernel", "mlx"),
-)
 
 
 class Policy:
@@ -179,127 +148,12 @@ class Policy:
         return self._backend.refusal(plan, bucket.shape) if plan.native else None
 
 
-def default_path() -> Path:
-    """The user's database: MLA_TUNER_DB, else mla-tuner/tuning.db in the user's data folder.
-
-    Raises:
-        StoreError: MLA_TUNER_DB begins with the home folder of a user who does not exist.
-    """
-    named = os.environ.get("MLA_TUNER_DB")
-    if named:
-        try:
-            return Path(named).expanduser()
-        except RuntimeError as error:
-            raise StoreError(f"cannot use MLA_TUNER_DB={named}: {error}") from error
-    from platformdirs import user_data_dir
-
-    return Path(user_data_dir("mla-tuner", appauthor=False)) / "tuning.db"
-
-
 def _winners(path: str | Path | None, device: Device) -> list[Row]:
     try:
         return read_rows(Path(path or default_path()), device)
     except StoreError as error:
         log.warning("%s: the gates decide", error)
         return []
-
-
-def read_rows(path: Path, device: Device) -> list[Row]:
-    """Every stored winner of a device; empty, with one log line, where the file can't be used."""
-    try:
-        kind = FILE_KINDS.get(stat.S_IFMT(path.stat().st_mode))
-        if kind:
-            raise ValueError(f"it is {kind}")
-        with closing(open_read_only(path)) as connection:
-            return _select(connection, device.key)
-    except (FileNotFoundError, NotADirectoryError):
-        log.warning("no tuning table at %s: run `mla-tune`; the gates decide", path)
-    except (sqlite3.Error, OSError, ValueError) as error:
-        log.warning("tuning table %s is not used (%s): the gates decide", path, error)
-    return []
-
-
-FILE_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def open_read_only(path: Path) -> sqlite3.Connection:
-    """Read-only; as an unchanging file where the folder lets nobody make SQLite's side files."""
-    address = f"file:{quote(str(path.absolute()))}?mode=ro"
-    connection = sqlite3.connect(address, uri=True, timeout=LOCK_WAIT_S)
-    try:
-        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-        return connection
-    except sqlite3.OperationalError as error:
-        connection.close()
-        if os.access(path.parent, os.W_OK) or "locked" in str(error):
-            raise
-    wal = path.with_name(f"{path.name}-wal")
-    if wal.exists() and wal.stat().st_size:  # without it the file may be half written
-        raise ValueError(f"{wal.name} holds changes that can't be read in a read-only folder")
-    return sqlite3.connect(address + "&immutable=1", uri=True)
-
-
-def _select(connection: sqlite3.Connection, device_key: str) -> list[Row]:
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"its schema is {version}, this version reads {SCHEMA_VERSION}")
-    columns = ", ".join(ROW_COLUMNS)
-    found = connection.execute(f"SELECT {columns} FROM plan WHERE device = ?", [device_key])
-    return [checked_row(values) for values in found]
-
-
-def checked_row(values: Sequence[Any]) -> Row:
-    """One stored winner from its raw values, in the order of `ROW_COLUMNS`.
-
-    Raises:
-        ValueError: one line that names the column and what is wrong with it.
-    """
-    for column, value in zip(ROW_COLUMNS, values, strict=True):
-        kind, holds = _KINDS[column]
-        if not holds(value):
-            raise ValueError(f"expected column {column} as {kind}; got {reprlib.repr(value)}")
-    width = len(BUCKET_COLUMNS)
-    path, partitions, tile, *rest = values[width:]
-    row = Row(Bucket(*values[:width]), Plan(path, partitions, tile), *rest)
-    if row.bucket.context < 1 or row.bucket.shape.bucket != row.bucket:
-        raise ValueError(f"expected columns context, batch, q_len of a bucket; got {row.bucket}")
-    if (row.speedup_low is None) != (row.speedup_high is None):
-        raise ValueError("expected columns speedup_low and speedup_high both or neither; got one")
-    return row
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value.isprintable()
-
-
-def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value < math.inf
-
-
-def _is_amount_or_null(value: object) -> bool:
-    return value is None or _is_amount(value)
-
-
-# What each column must hold: SQLite takes any value in any column.
-_TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx")
-_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    **dict.fromkeys((*BUCKET_COLUMNS, "partitions"), ("an integer", _is_count)),
-    **dict.fromkeys(_TEXTS, ("printable text", _is_text)),
-    **dict.fromkeys(("median_us", "speedup"), ("a number of 0 or more", _is_amount)),
-    **dict.fromkeys(
-        ("speedup_low", "speedup_high"), ("a number of 0 or more, or NULL", _is_amount_or_null)
-    ),
-}
 
 
 _current: Policy | None = None

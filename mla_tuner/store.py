@@ -26,7 +26,8 @@ from .errors import StoreError
 from .evidence import STATUSES, Measurement, verdict
 from .fits import threshold
 from .plan import Plan
-from .policy import (
+from .shapes import Bucket
+from .table import (
     BUCKET_COLUMNS,
     FILE_KINDS,
     ROW_COLUMNS,
@@ -35,7 +36,6 @@ from .policy import (
     checked_row,
     open_read_only,
 )
-from .shapes import Bucket
 
 LOCK_WAIT_S = 30.0
 

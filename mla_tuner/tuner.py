@@ -19,9 +19,9 @@ from .errors import BudgetError
 from .evidence import Measurement, finalist
 from .measure import DUEL, SEARCH, Effort, LiveRunners, Runner, Runners, machine_lock, measure
 from .plan import MLX, Plan
-from .policy import Row
 from .shapes import DEEPSEEK, DTYPES, MAX_PARTITIONS, Bucket, Geometry, Shape
 from .store import Store
+from .table import Row
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 

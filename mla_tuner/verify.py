@@ -21,8 +21,8 @@ from .measure import LiveRunners, machine_lock, measure
 from .ops import last_run, mla_decode
 from .overview import kernels, native
 from .plan import MLX, Plan
-from .policy import Row
 from .store import Store, exists
+from .table import Row
 
 MIN_SECONDS = 2.0  # for one plan: its inputs, the check against float64, and short rounds
 ROUNDS = 8  # enough for an interval, with some to drop

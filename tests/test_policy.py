@@ -16,8 +16,9 @@ from mla_tuner import policy as policies
 from mla_tuner.device import MLX_VERSION
 from mla_tuner.errors import StoreError
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.policy import Policy, Row, default_path, read_rows
+from mla_tuner.policy import Policy
 from mla_tuner.shapes import CONTEXT_GRID, DTYPES, GEOMETRIES, LAYOUTS
+from mla_tuner.table import Row, default_path, read_rows
 
 
 def make_policy(*rows: Row, cores: int | None = 2, **options: object) -> Policy:

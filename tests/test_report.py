@@ -10,8 +10,8 @@ from fakes import make_device
 from mla_tuner import report
 from mla_tuner.evidence import Measurement
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.policy import Row
 from mla_tuner.shapes import Geometry, Shape
+from mla_tuner.table import Row
 from mla_tuner.tuner import BucketSkipped, BucketStarted, BucketTuned, CandidateMeasured, RunStarted
 
 SHAPE = Shape(32768, 1, 16)

@@ -16,9 +16,9 @@ from mla_tuner import store as stores
 from mla_tuner.errors import StoreError
 from mla_tuner.evidence import Measurement
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.policy import SCHEMA_VERSION, read_rows
 from mla_tuner.shapes import Bucket, Shape
 from mla_tuner.store import Store
+from mla_tuner.table import SCHEMA_VERSION, read_rows
 
 SPLIT = Plan("split", 2, "r16")
 SINGLE = Plan("single", 1, "r16")

@@ -15,9 +15,10 @@ from mla_tuner.errors import BudgetError, BusyError, StoreError
 from mla_tuner.evidence import Measurement
 from mla_tuner.measure import Checked, machine_lock
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.policy import Policy, read_rows
+from mla_tuner.policy import Policy
 from mla_tuner.shapes import Bucket, Shape
 from mla_tuner.store import Store
+from mla_tuner.table import read_rows
 from mla_tuner.tuner import (
     BucketSkipped,
     BucketStarted,

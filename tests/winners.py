@@ -11,9 +11,9 @@ from fakes import make_device
 from mla_tuner.device import MLX_VERSION
 from mla_tuner.evidence import Measurement
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.policy import Row
 from mla_tuner.shapes import Shape, bucket_of
 from mla_tuner.store import Store
+from mla_tuner.table import Row
 
 SPLIT = Plan("split", 2, "r16")
 

@@ -17,8 +17,9 @@ from mla_tuner import mla_decode
 from mla_tuner.backends import get
 from mla_tuner.cases import Case
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.policy import Policy, Row
+from mla_tuner.policy import Policy
 from mla_tuner.shapes import CONTEXT_GRID, DTYPES, bucket_of
+from mla_tuner.table import Row
 
 from . import kernels
 from .kernels import Errors

@@ -17,9 +17,10 @@ import pytest
 from fakes import FakeBackend, make_device
 from winners import SPLIT, assert_one_line, row, write
 
-from mla_tuner import policy as policies
-from mla_tuner.policy import ROW_COLUMNS, Policy, checked_row, read_rows
+from mla_tuner import table
+from mla_tuner.policy import Policy
 from mla_tuner.shapes import CONTEXT_GRID
+from mla_tuner.table import ROW_COLUMNS, checked_row, read_rows
 
 
 def test_winners_come_back_from_the_store(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_text_that_is_not_utf8_is_one_line(db: Path, caplog: pytest.LogCaptureFi
 def test_a_locked_table_is_one_line(
     db: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policies, "LOCK_WAIT_S", 0.01)
+    monkeypatch.setattr(table, "LOCK_WAIT_S", 0.01)
     holder = sqlite3.connect(db)
     holder.execute("PRAGMA locking_mode = EXCLUSIVE")
     holder.execute("BEGIN EXCLUSIVE")
@@ -189,7 +190,7 @@ def test_a_locked_table_is_one_line(
 def test_a_locked_table_in_a_read_only_folder_is_not_read_around_the_lock(
     db: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policies.os, "access", lambda *_: False)
+    monkeypatch.setattr(table.os, "access", lambda *_: False)
     test_a_locked_table_is_one_line(db, caplog, monkeypatch)
 
 
@@ -234,7 +235,7 @@ def read_without_rights(folder: Path) -> tuple[str, str]:
     """How many rows a process finds in t.db that may not write to the folder, and its stderr."""
     code = (
         "import os, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
-        "from fakes import make_device; from mla_tuner.policy import read_rows\n"
+        "from fakes import make_device; from mla_tuner.table import read_rows\n"
         "os.geteuid() or os.setuid(65534)  # root writes everywhere\n"
         "print(len(read_rows(Path(sys.argv[1]), make_device())))"
     )
