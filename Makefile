@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -e '.[cpu,te
 KERNEL := $(BIN)/python -c 'import logging, sys; logging.disable(); from mla_tuner import backends; sys.exit(backends.get("cpu").available()[1] or None)'
 COMPILER := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 
-.PHONY: setup tune test lint types unit format sanitize check-macos bench-cpu clean
+.PHONY: setup tune test lint types unit format sanitize check-macos bench-cpu replay clean
 
 # A kernel that does not load (no compiler then, another MLX since) makes the last set-up out of date.
 setup:
@@ -56,6 +56,10 @@ check-macos:
 # The figures of docs/performance-cpu.md; with torch too after `.venv/bin/pip install '.[peers]'`.
 bench-cpu: setup
 	$(BIN)/python -m tools.bench_cpu $(ARGS)
+
+# The table of docs/tuning.md: the tuner's and the policy's scores on recordings and simulated devices.
+replay: setup
+	$(BIN)/python -m tools.replay $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist

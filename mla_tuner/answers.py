@@ -13,16 +13,18 @@ from .shapes import DEEPSEEK, Bucket, Shape
 from .table import Row
 
 if TYPE_CHECKING:
+    from .policy import Step
+    from .recheck import PlanCheck
     from .tuner import Summary
-    from .verify import KernelCheck, PlanCheck
+    from .verify import KernelCheck
 
 Answer = dict[str, object]
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def plan_answer(decision: Decision, device: Device) -> Answer:
-    """`mla-tune plan`: the decision, with the device it holds for."""
-    return {
+def plan_answer(decision: Decision, device: Device, steps: Iterable[Step] | None = None) -> Answer:
+    """`mla-tune plan`: the decision, with the device it holds for; with --explain, all steps."""
+    answer = {
         **asdict(decision.plan),
         "source": decision.source,
         "reason": decision.reason,
@@ -32,6 +34,7 @@ def plan_answer(decision: Decision, device: Device) -> Answer:
         "speedup_high": decision.speedup_high,
         "device": device.key,
     }
+    return answer if steps is None else {**answer, "steps": [asdict(step) for step in steps]}
 
 
 def tune_answer(
@@ -45,6 +48,8 @@ def tune_answer(
         "seconds": round(summary.seconds, 1),
         "tuned": len(summary.tuned),
         "already_tuned": len(summary.skipped_known),
+        "dropped_rounds": summary.dropped,
+        "paused_s": round(summary.paused_s, 2),
         "plans": [{**row_answer(row), "new": row.bucket in new} for row in rows],
         "not_reached": _reasons(summary.not_reached),
         "failed": _reasons(summary.failed),
@@ -82,6 +87,7 @@ def verify_answer(
 
 def _plan_check(check: PlanCheck) -> Answer:
     now = check.measurement
+    then = f"{check.now.plan} counts from now on" if check.now else check.note
     return {
         "bucket": short(check.row.bucket),
         **check.row.bucket._asdict(),
@@ -91,7 +97,8 @@ def _plan_check(check: PlanCheck) -> Answer:
         "speedup_low": now and now.ratio_low,
         "speedup_high": now and now.ratio_high,
         "result": check.result,
-        "reason": now.message if now else "not timed",
+        "reason": "; ".join(text for text in (now.message if now else "not timed", then) if text),
+        "now": check.now and str(check.now.plan),
     }
 
 

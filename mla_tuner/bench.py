@@ -8,7 +8,8 @@ from . import backends
 from .candidates import candidates, piece_tokens, pieces
 from .device import Device
 from .evidence import Measurement
-from .measure import LiveRunners, Progress, machine_lock, measure
+from .live import LiveRunners
+from .measure import Progress, machine_lock, measure
 from .plan import PATHS, Plan
 from .shapes import Bucket, Shape
 
@@ -93,7 +94,6 @@ def bench(
             found = measure(
                 shape,
                 [plan for plan in asked if plan not in refused],
-                device=device,
                 budget_s=budget_s / len(shapes),
                 runner=runners(shape, 0),
                 progress=progress,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from math import sqrt
 from typing import TYPE_CHECKING
 
 from .plan import MLX, Plan
@@ -14,9 +16,22 @@ if TYPE_CHECKING:
 
 TOKEN_TILE = 64  # tokens that a kernel takes at once; a piece of the context is a multiple of it
 ASSUMED_CORES = 8  # where the count can't be read: the smallest Apple GPU that is sold
+USUAL_ROWS = 16  # where a plan leaves the tile to the back end
 MAX_TASKS_PER_CORE = 8  # beyond that more pieces only add merge work
 LOAD_ROWS = 4  # fetching and converting a token costs about as much as scoring this many rows
 MERGE_TOKENS = 2  # merging one row of one piece costs about as much as scoring this many tokens
+
+# What `gates` and `fits` go by, beside the shape of the law below.
+MIN_GAIN = 1.02  # a plan replaces mlx only where its interval's lower end clears this speed-up
+# One H200 (driver 580.159.04, 2026-11-29), 16 heads of bfloat16, batch 1: 32, 64 and 128 partitions
+# were best at 2K, 8K and 32K; 0.5 gives 32, 65 and 130. A server's kernels have used 1.2 (AITER).
+KAPPA = 0.5
+# A group that is alone on a core waits for memory: Metal's kernels want two (counted under an
+# emulator, 2026-11-29), and two threads' tasks even out what other processes take on a CPU.
+TASKS_PER_CORE = 2
+# FlashAttention 3's rule: waves need not be full, only nearly as full as the fullest there is. One
+# block more than a wave cost 35 to 50 % on the H200 above.
+NEARLY_AS_FULL = 0.85
 
 
 def candidates(bucket: Bucket, device: Device, backend: Backend) -> list[Plan]:
@@ -68,14 +83,41 @@ def piece_tokens(context: int, partitions: int) -> int:
     return max(TOKEN_TILE, -(-even // TOKEN_TILE) * TOKEN_TILE)
 
 
+def law(kappa: float, bucket: Bucket, tile: str, cores: int) -> float:
+    """Partitions ~ kappa * sqrt(work * cores) / tasks.
+
+    Work counts the context tiles of all sequences, tasks what a single partition gives to do. It is
+    the minimum of (scan time ~ 1/partitions) + (merge time ~ partitions).
+    """
+    tasks = row_groups(bucket.heads * bucket.q_len, tile) * bucket.batch
+    work = bucket.batch * -(-bucket.context // TOKEN_TILE)
+    return kappa * sqrt(work * cores) / tasks
+
+
+def fill(context: int, partitions: int, tasks: int, slots: int) -> float:
+    """Share of the slots' time that is work: the last wave may not be full, the last piece short.
+
+    `tasks` are those of one partition.
+    """
+    waves = -(-tasks * pieces(context, partitions) // slots)
+    return tasks * context / (slots * waves * piece_tokens(context, partitions))
+
+
+def busy(context: int, partitions: int, tasks: int, cores: int) -> float:
+    """Share of the device that works, whether a core takes one task at a time or two."""
+    slots = (cores, TASKS_PER_CORE * cores)
+    return min(fill(context, partitions, tasks, each) for each in slots)
+
+
 def row_groups(rows: int, tile: str) -> int:
     """Tasks that the rows of one sequence need: "r16" takes 16 rows a task."""
     return -(-rows // rows_per_task(tile))
 
 
 def rows_per_task(tile: str) -> int:
-    """Query rows that a task of this tile takes: "r16" means 16."""
-    return int(tile.lstrip("r"))
+    """Query rows that a task of this tile takes: "r16" means 16. Never raises."""
+    named = re.fullmatch(r"r([1-9]\d{0,3})", tile, re.ASCII)
+    return int(named[1]) if named else USUAL_ROWS
 
 
 def prior(plan: Plan, shape: Shape, cores: int | None) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,29 @@ import click
 
 from . import __version__
 from . import device as devices
-from .device import CHOICES, MLX_VERSION, Device
+from .device import MLX_VERSION, Device
 from .errors import StoreError, TunerError
-from .parse import DTYPE_NAMES, count, duration, program, several, word
+from .options import (
+    budget_option,
+    db_option,
+    device_option,
+    dtype_name,
+    geometry_option,
+    grid_options,
+    json_option,
+    layout_name,
+    lengths_option,
+    model_option,
+    option,
+    options,
+    path_name,
+    refuse_together,
+    refuse_unused,
+)
+from .parse import count, program, several
 from .plan import PATHS
 from .shapes import (
     DEEPSEEK,
-    GEOMETRIES,
-    LAYOUTS,
     MAX_HEADS,
     MAX_PARTITIONS,
     MAX_Q_LEN,
@@ -37,14 +52,6 @@ if TYPE_CHECKING:
     from .shapes import Bucket
     from .store import Store
     from .table import Row
-
-Decorator = Callable[[Any], Any]
-# Options that may stand before a command, too.
-_SHARED = ("device", "db", "model", "geometry", "as_json")
-
-_dtype = word(DTYPE_NAMES)
-_layout = word({name: name for name in LAYOUTS})
-_path = word({name: name for name in PATHS})
 
 
 class Commands(click.Group):
@@ -64,111 +71,6 @@ class Commands(click.Group):
             raise click.ClickException("interrupted" if ctx.invoked_subcommand else text) from error
 
 
-# --- options -----------------------------------------------------------------------------------
-
-
-def options(*decorators: Decorator) -> Decorator:
-    """Several options as one decorator, in the order in which help lists them."""
-
-    def apply(command: Any) -> Any:
-        for decorator in reversed(decorators):
-            command = decorator(command)
-        return command
-
-    return apply
-
-
-def option(
-    name: str,
-    parse: Callable[[str], Any],
-    metavar: str,
-    text: str,
-    default: str | None = None,
-    **more: Any,
-) -> Decorator:
-    """An option whose text `parse` reads; its default stands in its help."""
-
-    def convert(value: Any) -> Any:
-        try:
-            return parse(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from error
-
-    shown = default is not None
-    more |= {"type": convert, "metavar": metavar, "default": default, "show_default": shown}
-    return click.option(name, help=text, **more)
-
-
-def _inherited(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """An option given before the command's name holds for the command too."""
-    root = ctx.find_root()
-    return root.params.get(param.name or "") if value is None and ctx is not root else value
-
-
-db_option = click.option(
-    "--db",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=_inherited,
-    help="Tuning database.  [default: MLA_TUNER_DB, else one in your data folder]",
-)
-json_option = click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    default=None,
-    callback=_inherited,
-    help="Print the result as JSON on stdout.",
-)
-device_option = click.option(
-    "--device",
-    type=click.Choice(CHOICES),
-    callback=_inherited,
-    help="Where to run.  [default: auto, MLX's own default device]",
-)
-model_option = click.option(
-    "--model",
-    metavar="NAME|config.json",
-    callback=_inherited,
-    help="Take heads and geometry from this model, or from its Hugging Face config.json.",
-)
-geometry_option = option(
-    "--geometry",
-    word({str(each): each for each in GEOMETRIES}),
-    "RANK+ROPE",
-    f"kv_lora_rank + rope_dim of the cache.  [default: the model's, else {DEEPSEEK}]",
-    callback=_inherited,
-)
-lengths_option = option(
-    "--lengths",
-    several(count(0, 1 << 31), repeats=True),
-    "N,N,..",
-    "One ragged batch: each sequence's context.",
-)
-
-
-def grid_options(contexts: str, batches: str, heads: str, least: int) -> Decorator:
-    """Lists of shapes, of which every combination is taken; with the defaults of one command."""
-    tokens, sequences = several(count(least, 1 << 20)), several(count(1, 256))
-    queries, q_lens = several(count(1, MAX_HEADS)), several(count(1, MAX_Q_LEN))
-    query_heads = f"Query heads on this device.  [default: the model's, else {heads}]"
-    caches = "Cache layouts: paged (vllm-metal), dense (mlx-lm)."
-    return options(
-        model_option,
-        option("--contexts", tokens, "N,N,..", "Tokens of the longest sequence.", contexts),
-        option("--batches", sequences, "N,N,..", "Sequences decoded together.", batches),
-        option("--heads", queries, "N,N,..", query_heads),
-        option("--dtypes", several(_dtype), "D,D,..", "Also float16, float32.", "bfloat16"),
-        option("--q-lens", q_lens, "N,N,..", "Query tokens of each sequence.", "1"),
-        option("--layouts", several(_layout), "L,L", caches, "paged"),
-        geometry_option,
-    )
-
-
-def budget_option(default: str) -> Decorator:
-    """How long a command may take."""
-    return option("--budget", duration, "TIME", "Wall-clock time: 90s, 5m, 1h.", default)
-
-
 # --- commands ----------------------------------------------------------------------------------
 
 
@@ -182,6 +84,7 @@ def budget_option(default: str) -> Decorator:
     budget_option("5m"),
     db_option,
     grid_options("1k,2k,4k,8k,16k,32k", "1,2,4,8", "16,128", 1 << 10),
+    click.option("--force", is_flag=True, help="Time even where the machine is not fit for it."),
     json_option,
 )
 @click.version_option(__version__)
@@ -196,7 +99,7 @@ def main(ctx: click.Context, /, **params: Any) -> None:
     if ctx.invoked_subcommand is None:
         _tune(ctx.obj, **params)
     else:
-        _refuse_unused(ctx)
+        refuse_unused(ctx)
 
 
 def _tune(
@@ -205,6 +108,7 @@ def _tune(
     budget: float,
     db: Path | None,
     as_json: bool | None,
+    force: bool,
     **grid: Any,
 ) -> None:
     from . import answers, report, tuner
@@ -215,7 +119,7 @@ def _tune(
     _note_missing_kernel(here)
     buckets = tuner.default_buckets(heads=heads, geometry=geometry, **grid)
     with Store(_db(db)) as store, report.Progress() as progress:
-        summary = tuner.tune(store, here, buckets, budget_s=budget, progress=progress)
+        summary = tuner.tune(store, here, buckets, budget_s=budget, progress=progress, force=force)
         rows = _winners(store, here, buckets)
     answer = answers.tune_answer(summary, rows, here, _db(db), again)
     _print(answer, report.tuned(answer), as_json)
@@ -238,12 +142,16 @@ def probe(device: str | None, db: Path | None, as_json: bool | None) -> None:
     option("--context", count(0, 1 << 31), "N", "Tokens of the longest sequence."),
     option("--batch", count(1, 1 << 16), "N", "Sequences.  [default: 1]"),
     option("--heads", count(1, MAX_HEADS), "N", "Query heads.  [default: the model's]"),
-    option("--dtype", _dtype, "D", "Or float16, float32.", "bfloat16"),
+    option("--dtype", dtype_name, "D", "Or float16, float32.", "bfloat16"),
     option("--q-len", count(1, MAX_Q_LEN), "N", "Query tokens of each sequence.", "1"),
-    option("--layout", _layout, "L", "Cache layout: paged or dense.", "paged"),
-    *(lengths_option, geometry_option, device_option, db_option, json_option),
+    option("--layout", layout_name, "L", "Cache layout: paged or dense.", "paged"),
+    *(lengths_option, geometry_option, device_option, db_option),
+    click.option("--explain", is_flag=True, help="Show every step of the look-up, with numbers."),
+    json_option,
 )
-def plan(device: str | None, db: Path | None, as_json: bool | None, **params: Any) -> None:
+def plan(
+    device: str | None, db: Path | None, explain: bool, as_json: bool | None, **params: Any
+) -> None:
     """Show what serving would run for one shape, where the choice comes from, and why."""
     from . import answers, report
     from .policy import Policy
@@ -251,11 +159,11 @@ def plan(device: str | None, db: Path | None, as_json: bool | None, **params: An
     shape = _one_shape(**params)
     here = _device(device)
     _note_missing_kernel(here)
-    decision = Policy.load(_db(db), here).decide(
-        *(shape.context, effective_batch(shape.all_lengths), shape.heads, shape.dtype),
-        *(shape.q_len, shape.geometry, shape.layout),
-    )
-    answer = answers.plan_answer(decision, here)
+    policy = Policy.load(_db(db), here)
+    work = (shape.context, effective_batch(shape.all_lengths), shape.heads, shape.dtype)
+    cache = (shape.q_len, shape.geometry, shape.layout)
+    steps = policy.explain(*work, *cache) if explain else None
+    answer = answers.plan_answer(policy.decide(*work, *cache), here, steps)
     _print(answer, report.decision(answer), as_json)
 
 
@@ -264,7 +172,9 @@ def plan(device: str | None, db: Path | None, as_json: bool | None, **params: An
     budget_option("60s"),
     grid_options("4k,32k", "1", "16", 1),
     lengths_option,
-    option("--paths", several(_path), "P,P,..", "Paths to time; mlx always is.", ",".join(PATHS)),
+    option(
+        "--paths", several(path_name), "P,P,..", "Paths to time; mlx always is.", ",".join(PATHS)
+    ),
     option("--partitions", several(count(2, MAX_PARTITIONS)), "N,N,..", "Counts for split."),
     click.option("--all", "every", is_flag=True, help="All candidates, not the likely best ones."),
     *(device_option, json_option),
@@ -277,7 +187,7 @@ def bench(
     from . import bench as benchmark
     from . import report
 
-    _refuse_together(ctx, "lengths", "contexts", "batches")
+    refuse_together(ctx, "lengths", "contexts", "batches")
     choice = {name: params.pop(name) for name in ("paths", "partitions", "every")}
     if choice["partitions"] and "split" not in choice["paths"]:
         raise click.UsageError("--partitions counts those of split, which --paths leaves out")
@@ -319,8 +229,10 @@ def verify(device: str | None, budget: float, db: Path | None, as_json: bool | N
 
 
 @main.group()
-def db() -> None:
+@click.pass_context
+def db(ctx: click.Context) -> None:
     """Look after the tuning database."""
+    refuse_unused(ctx)
 
 
 @db.command("path")
@@ -351,39 +263,37 @@ def db_rebuild(db: Path | None, as_json: bool | None) -> None:
     """Derive all winners and thresholds anew from the evidence."""
     from .store import Store
 
-    with Store(_db(db), create=False) as store:
+    with Store(_db(db), create=False, upgrade=True) as store:
         answer = {"path": str(store.path), "plans": store.rebuild()}
     text = f"{answer['plans']} plans derived from the evidence in {answer['path']}"
     _print(answer, [text], as_json)
 
 
+@db.command("freeze")
+@options(
+    click.option(
+        "--out",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="File to write.  [default: frozen-<digest>.json beside the database]",
+    ),
+    *(device_option, db_option, json_option),
+)
+def db_freeze(device: str | None, out: Path | None, db: Path | None, as_json: bool | None) -> None:
+    """Write the plans that count here to a file that serving can require by its digest."""
+    from . import frozen
+    from .store import Store
+
+    here, path = _device(device), _db(db)
+    with Store(path, create=False) as store:
+        data, rows = frozen.freeze(store.plans(here.key), here)
+    digest = frozen.digest_of(data)
+    out = out or frozen.place(path.parent, digest)
+    frozen.write(out, data)
+    text = [f"{rows} plans frozen in {out}", f"to require them: MLA_TUNER_FROZEN={digest}"]
+    _print({"path": str(out), "digest": digest, "rows": rows}, text, as_json)
+
+
 # --- inside ------------------------------------------------------------------------------------
-
-
-def _given(ctx: click.Context, name: str) -> bool:
-    """Whether an option was typed, not defaulted or inherited."""
-    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-
-def _refuse_unused(ctx: click.Context) -> None:
-    """Options before a command that it does not take would be lost without a word."""
-    assert isinstance(ctx.command, click.Group)
-    command = ctx.command.commands[ctx.invoked_subcommand or ""]
-    leaves = command.commands.values() if isinstance(command, click.Group) else [command]
-    taken = {param.name for leaf in leaves for param in leaf.params}.intersection(_SHARED)
-    for param in ctx.command.params:
-        if param.name not in taken and _given(ctx, param.name or ""):
-            raise click.UsageError(
-                f"{param.opts[0]} stands before {ctx.invoked_subcommand!r}; "
-                "if that command takes it, put it behind"
-            )
-
-
-def _refuse_together(ctx: click.Context, name: str, *others: str) -> None:
-    """Where one option says all that others would say, those would be lost without a word."""
-    both = [other for other in others if _given(ctx, name) and _given(ctx, other)]
-    if both:
-        raise click.UsageError(f"--{name} says it all: leave out --{' and --'.join(both)}")
 
 
 def _device(choice: str | None) -> Device:
@@ -411,11 +321,12 @@ def _db(path: Path | None) -> Path:
 
 
 def _winners(store: Store, here: Device, buckets: Iterable[Bucket]) -> list[Row]:
-    """Stored winners of these buckets that count for this kernel and MLX release."""
+    """Stored winners of these buckets that count for this kernel, MLX release and system."""
     from . import backends
 
     wanted, kernel = set(buckets), backends.get(here.backend).digest()
-    return [row for row in store.tuned(here, kernel, MLX_VERSION) if row.bucket in wanted]
+    rows = store.tuned(here, kernel, MLX_VERSION, devices.system_version())
+    return [row for row in rows if row.bucket in wanted]
 
 
 def _model(

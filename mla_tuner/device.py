@@ -1,4 +1,4 @@
-"""The device that plans are measured for: its identity, its software, and the state it is in."""
+"""The device that plans are measured for: its identity and its software."""
 
 from __future__ import annotations
 
@@ -338,11 +338,14 @@ def _info_gb(info: Mapping[str, object]) -> int:
     return max(1, round(size / GB)) if isinstance(size, int) else 1
 
 
-# --- software and state --------------------------------------------------------------------------
+# --- software ------------------------------------------------------------------------------------
 
 
 def software(system: System = SYSTEM) -> dict[str, str]:
-    """Versions that a measurement depends on: mla_tuner, mlx, python, os, kernel, and driver."""
+    """Versions that a measurement depends on.
+
+    Keys: mla_tuner, mlx, python, os, kernel, system (see `system_version`), and driver where known.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -350,71 +353,38 @@ def software(system: System = SYSTEM) -> dict[str, str]:
     except PackageNotFoundError:
         own = "not installed"
     versions = {"mla_tuner": own, "mlx": MLX_VERSION, "python": platform.python_version()}
-    if system.macos:
-        product, build = (
-            system.command(["sw_vers", f"-{part}"]).decode(errors="replace").strip()
-            for part in ("productVersion", "buildVersion")
-        )
-        # The Metal compiler ships with the system: the build counts, not only the version.
-        versions["os"] = f"macOS {product} ({build})"
-    else:
-        release = re.search(
-            r'^PRETTY_NAME="?([^"\n]*)', system.read("etc/os-release"), re.MULTILINE
-        )
-        versions["os"] = release[1] if release else system.os_name
-    versions["kernel"] = platform.release()
-    driver = re.search(
-        r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", system.read("proc/driver/nvidia/version")
-    )
-    if driver:
-        versions["driver"] = driver[1]
-    return versions
+    versions |= {"os": _os_version(system) or system.os_name, "kernel": platform.release()}
+    versions["system"] = system_version(system)
+    driver = _driver_version(system)
+    return {**versions, "driver": driver} if driver else versions
 
 
-def conditions(system: System = SYSTEM) -> dict[str, object]:
-    """State of the machine that moves timings, as far as it can be read; never raises.
+def system_version(system: System = SYSTEM) -> str:
+    """Release of the OS and of the GPU's driver, as one text; "" where the OS doesn't tell.
 
-    Keys, each only where known: `load_1m`, `power` (mains or battery), `temperature_c`, `governor`,
-    `speed_limit_percent`, `low_power_mode`.
+    Winners measured under another one don't count until they were verified. The kernel's release
+    is no part of it: distributions change that every few weeks, and it holds no maths.
     """
-    found: dict[str, object] = {}
-    try:
-        found["load_1m"] = round(os.getloadavg()[0], 2)
-        found.update(_macos_conditions(system) if system.macos else _linux_conditions(system))
-    except Exception as error:  # whatever a strange machine answers, tuning goes on
-        found["unreadable"] = str(error)
-    return found
+    release, driver = _os_version(system), _driver_version(system)
+    text = f"{release}, driver {driver}" if release and driver else release
+    return "".join(each for each in text if each.isprintable())
 
 
-def _linux_conditions(system: System) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for folder in sorted(system.root.glob("sys/class/power_supply/*")):
-        supply = folder.relative_to(system.root).as_posix()
-        if system.read(f"{supply}/type") == "Mains":
-            found["power"] = "mains" if system.read(f"{supply}/online") == "1" else "battery"
-    zones = system.root.glob("sys/class/thermal/thermal_zone*/temp")
-    heats = [_number(system.read(zone.relative_to(system.root).as_posix())) for zone in zones]
-    if any(heats):
-        found["temperature_c"] = max(heats) / 1000
-    governor = system.read("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    if governor:
-        found["governor"] = governor
-    return found
-
-
-def _macos_conditions(system: System) -> dict[str, object]:
-    found: dict[str, object] = {}
-    battery = system.command(["pmset", "-g", "batt"]).decode(errors="replace")
-    source = re.search(r"Now drawing from '(AC|Battery)", battery)
-    if source:
-        found["power"] = "mains" if source[1] == "AC" else "battery"
-    thermal = system.command(["pmset", "-g", "therm"]).decode(errors="replace")
-    limit = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", thermal)
-    if limit:
-        found["speed_limit_percent"] = int(limit[1])
-    mode = re.search(
-        r"lowpowermode\s+(\d)", system.command(["pmset", "-g"]).decode(errors="replace")
+def _os_version(system: System) -> str:
+    if not system.macos:
+        release = system.read("etc/os-release")
+        match = re.search(r'^PRETTY_NAME="?([^"\n]*)', release, re.MULTILINE)
+        return match[1].strip() if match else ""
+    product, build = (
+        system.command(["sw_vers", f"-{part}"]).decode(errors="replace").strip()
+        for part in ("productVersion", "buildVersion")
     )
-    if mode:
-        found["low_power_mode"] = mode[1] == "1"
-    return found
+    # The Metal compiler ships with the system: the build counts, not only the version.
+    return f"macOS {product} ({build})" if product and build else ""
+
+
+def _driver_version(system: System) -> str:
+    """Of NVIDIA's kernel module; elsewhere drivers come with the OS."""
+    text = system.read("proc/driver/nvidia/version")
+    match = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", text)
+    return match[1] if match else ""

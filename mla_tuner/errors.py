@@ -20,7 +20,7 @@ class StoreError(TunerError):
 
 
 class BusyError(TunerError):
-    """Another process is tuning on this machine."""
+    """Another process is tuning on this machine, or its state makes timings worthless."""
 
 
 class BudgetError(TunerError):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import comb, erfc, sqrt
+from math import comb, erfc, log, sqrt
 from statistics import median
 
-from .plan import MLX, Plan
+from .candidates import MIN_GAIN
+from .plan import MLX, PATHS, Plan
 from .shapes import Shape
 
 STATUSES = ("ok", "wrong", "error", "timeout")
-MIN_GAIN = 1.02  # a plan replaces mlx only where its interval's lower end clears this speed-up
 TIE = 1.02  # closer than this, nobody notices: fewer partitions win
 OVERLAP_TIE = 1.05  # an interval that reaches 1 makes a tie too, but not at any price
 MIN_ROUNDS = 6  # fewer pairs have no 95 % interval: all of them on one side is 3 % luck at six
@@ -30,7 +30,9 @@ class Measurement:
 
     `ratio` is time(mlx) / time(plan), the speed-up, paired within rounds; its interval needs six
     pairs and is None with fewer. `samples_us[i]` belongs to round i. `executed` is the plan that
-    really ran. Anything but `ok` has a one-line message and no times.
+    really ran. Anything but `ok` has a one-line message and no times. `inner` calls were chained in
+    each sample. `dropped` rounds of the race were dropped because `mlx` drifted, and `paused_s`
+    seconds waited for that to pass.
     """
 
     shape: Shape
@@ -47,6 +49,9 @@ class Measurement:
     ratio_high: float | None = None
     samples_us: tuple[float, ...] = field(default=(), repr=False)
     executed: Plan | None = None
+    dropped: int = 0
+    paused_s: float = 0.0
+    inner: int = 1
 
 
 def median_interval(
@@ -107,6 +112,15 @@ def paired(plan: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(plan, other, strict=False)]
 
 
+def lost(ratios: Sequence[float]) -> bool:
+    """Whether a plan with these paired times over the leader's can't even tie with it any more.
+
+    Who is behind by less than a tie stays in the race however surely: with fewer partitions it may
+    still be the one to take.
+    """
+    return slower_p([log(ratio / TIE) for ratio in ratios]) < LOSER_P
+
+
 def tied(measurement: Measurement, leader: Measurement) -> bool:
     """Whether a plan is as good as the leader for all that anybody can tell."""
     ratios = paired(measurement.samples_us, leader.samples_us)
@@ -120,21 +134,35 @@ def tied(measurement: Measurement, leader: Measurement) -> bool:
 def finalist(measurements: Sequence[Measurement]) -> Measurement | None:
     """The plan that should meet `mlx` in the final duel; None where none can win it.
 
-    The leader has the lowest median of those timed in every round; of the plans tied with it the
-    one with the fewest partitions is taken, then the first in the order given.
+    The leader has the lowest median of those timed in every round. Of the plans tied with it those
+    with the fewest partitions are left, and of these the fastest or, within `TIE` of it, the
+    plainest: the same one whatever the order in which they were proposed and timed. (Wider ties pay
+    for fewer partitions, not for another tile: with 4 % noise a quarter of all buckets changed it.)
     """
     timed = [m for m in measurements if m.status == "ok" and m.plan != MLX]
     if not timed:
         return None
     longest = max(len(m.samples_us) for m in timed)
     full = [m for m in timed if len(m.samples_us) == longest]  # the others left as losers
-    leader = min(full, key=lambda m: median(m.samples_us))
+    leader = min(full, key=lambda m: (median(m.samples_us), plainness(m.plan)))
     if leader.ratio is not None and leader.ratio * FAR_BEHIND < 1:
         return None
     if leader.ratio_high is not None and leader.ratio_high < MIN_GAIN:
         return None
     rivals = [m for m in full if tied(m, leader)]
-    return min(rivals, key=lambda m: m.plan.partitions)
+    fewest = min(m.plan.partitions for m in rivals)
+    rivals = [m for m in rivals if m.plan.partitions == fewest]
+    fastest = min(median(m.samples_us) for m in rivals)
+    close = [m for m in rivals if median(m.samples_us) <= TIE * fastest]
+    return min(close, key=lambda m: plainness(m.plan))
+
+
+def plainness(plan: Plan) -> tuple[int, int, int, str]:
+    """Order among plans that are as good as each other, the one to take first.
+
+    Fewer partitions, then the path that `PATHS` names first, then the smaller tile (`r8`, `r16`).
+    """
+    return plan.partitions, PATHS.index(plan.path), len(plan.tile), plan.tile
 
 
 def verdict(duel: Sequence[Measurement]) -> tuple[Measurement, str] | None:

@@ -5,11 +5,12 @@ Each gate returns (passed, reason): one sentence serves the decision, the log an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
-from .candidates import row_groups
+from .candidates import KAPPA, busy, law, row_groups
 from .plan import MLX, Plan
-from .shapes import CONTEXT_GRID
+from .shapes import CONTEXT_GRID, MAX_PARTITIONS
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -18,43 +19,75 @@ if TYPE_CHECKING:
 
     Gate = tuple[bool, str]
 
+# Below, fixed limits of others went wrong: 4096 was 3 times slower on an M1 Ultra, which gained
+# only from 8K to 16K on. From here vllm-metal measured gains (#619, 20 heads, 2 sequences).
 LONG_CONTEXT = 32768
-MIN_PARTITIONS = 2
-MAX_GATE_PARTITIONS = 8
+# Beyond 11 to 16 rows the work is bound by arithmetic on M1 to M4, where MLX's matrix products are
+# as good as a kernel: reading the cache once, not twice and a half, gains nothing.
+FEW_ROWS = 16
+# MLX's products fill a GPU by themselves. On a simulated M5 Max with 40 cores (tools/replay,
+# 2026-11-29) 64 pieces, which fill 80 %, lose 16 % to them if our kernel runs at 80 % of its count.
+MIN_FILL = 0.85
+
+
+class Check(NamedTuple):
+    """A gate's name, and what it said."""
+
+    name: str
+    passed: bool
+    reason: str
 
 
 def gate(bucket: Bucket, device: Device, backend: Backend) -> tuple[Plan, str]:
-    """The plan for a bucket without tuning data, and the sentence that says why. Never raises.
+    """The plan for a bucket without tuning data, and the sentence that says why. Never raises."""
+    return verdict(list(checks(bucket, device, backend)), bucket, device, backend)
 
-    The back end's self-check may run a kernel, so it is asked last.
+
+def verdict(
+    asked: list[Check], bucket: Bucket, device: Device, backend: Backend
+) -> tuple[Plan, str]:
+    """The plan that follows from what the gates said, and why."""
+    if not asked[-1].passed:
+        return MLX, asked[-1].reason
+    reasons = {check.name: check.reason for check in asked}
+    plan = proposal(bucket, device.cores or 1, backend)
+    return plan, f"not tuned here; {reasons['idle']} at context {bucket.context}"
+
+
+def checks(bucket: Bucket, device: Device, backend: Backend) -> Iterator[Check]:
+    """The gates in order, up to the first that stays shut. The back end's self-check may run a
+    kernel, so it comes last.
     """
-    for passed, reason in (
-        built(backend),  # first: without a kernel nothing else matters
-        on_grid(bucket),
-        legal(bucket),
-        one_token(bucket),
-        long_context(bucket),
-        cores_known(device),
-    ):
+    gates: tuple[tuple[str, Callable[[], Gate]], ...] = (
+        ("built", lambda: built(backend)),  # first: without a kernel nothing else matters
+        ("on_grid", lambda: on_grid(bucket)),
+        ("legal", lambda: legal(bucket)),
+        ("one_token", lambda: one_token(bucket)),
+        ("long_context", lambda: long_context(bucket)),
+        ("few_rows", lambda: few_rows(bucket)),
+        ("cores_known", lambda: cores_known(device)),
+        ("idle", lambda: idle(tasks_of(bucket, backend), device.cores or 1)),
+        ("filled", lambda: filled(bucket, device.cores or 1, backend)),
+        ("self_check", lambda: self_check(backend)),
+    )
+    for name, ask in gates:
+        passed, reason = ask()
+        yield Check(name, passed, reason)
         if not passed:
-            return MLX, reason
-    cores = device.cores or 0
-    tile = backend.tiles(bucket.shape.rows)[0]
-    tasks = row_groups(bucket.shape.rows, tile) * bucket.batch
-    passed, idle_reason = idle(tasks, cores)
-    if not passed:
-        return MLX, idle_reason
-    passed, reason = backend.self_check()
-    if not passed:
-        return MLX, f"the kernel's self-check failed here: {reason}"
-    plan = Plan("split", partitions(tasks, cores), tile)
-    return plan, f"not tuned here; {idle_reason} at context {bucket.context}"
+            return
+
+
+def built(backend: Backend) -> Gate:
+    """Whether our kernel can run at all."""
+    passed, reason = backend.available()
+    return passed, reason or "the native kernel is available"
 
 
 def on_grid(bucket: Bucket) -> Gate:
     """Whether the context lies where buckets are."""
-    passed = bucket.context > 0
-    return passed, f"context is outside {CONTEXT_GRID[0]}..{CONTEXT_GRID[-1]} tokens"
+    if bucket.context > 0:
+        return True, f"its bucket is context {bucket.context}"
+    return False, f"context is outside {CONTEXT_GRID[0]}..{CONTEXT_GRID[-1]} tokens"
 
 
 def legal(bucket: Bucket) -> Gate:
@@ -68,27 +101,36 @@ def legal(bucket: Bucket) -> Gate:
 
 def one_token(bucket: Bucket) -> Gate:
     """Whether each sequence decodes one token, which is all that was tried untuned."""
-    return bucket.q_len == 1, f"{bucket.q_len} query tokens a sequence: tune them before use"
+    if bucket.q_len == 1:
+        return True, "one query token a sequence"
+    return False, f"{bucket.q_len} query tokens a sequence: tune them before use"
 
 
 def long_context(bucket: Bucket) -> Gate:
-    """Whether the scan is long enough to be worth a merge."""
-    passed = bucket.context >= LONG_CONTEXT
-    return passed, (
+    """Whether the scan is long enough to be worth a merge, on any device."""
+    if bucket.context >= LONG_CONTEXT:
+        return True, f"context {bucket.context} is {LONG_CONTEXT} or more"
+    return False, (
         f"not tuned here, and context {bucket.context} is below {LONG_CONTEXT}, "
         "from where untuned shapes are split: run `mla-tune`"
     )
 
 
+def few_rows(bucket: Bucket) -> Gate:
+    """Whether the cache's bytes are what takes the time, not arithmetic."""
+    if bucket.heads <= FEW_ROWS:
+        return True, f"{bucket.heads} heads are {FEW_ROWS} or fewer"
+    return False, (
+        f"not tuned here, and {bucket.heads} heads are more than the {FEW_ROWS} up to which "
+        "untuned shapes are split: run `mla-tune`"
+    )
+
+
 def cores_known(device: Device) -> Gate:
     """Whether there is a count to compare the work with."""
-    return device.cores is not None, "the device's core count is unknown"
-
-
-def built(backend: Backend) -> Gate:
-    """Whether our kernel can run at all."""
-    passed, reason = backend.available()
-    return passed, reason or "the native kernel is available"
+    if device.cores is not None:
+        return True, f"the device has {device.cores} cores"
+    return False, "the device's core count is unknown"
 
 
 def idle(tasks: int, cores: int) -> Gate:
@@ -98,6 +140,36 @@ def idle(tasks: int, cores: int) -> Gate:
     return False, f"not tuned here, and one pass keeps all {cores} cores busy: run `mla-tune`"
 
 
-def partitions(tasks: int, cores: int) -> int:
-    """Two tasks a core, within 2..8."""
-    return max(MIN_PARTITIONS, min(-(-2 * cores // tasks), MAX_GATE_PARTITIONS))
+def filled(bucket: Bucket, cores: int, backend: Backend) -> Gate:
+    """Whether as many partitions as a call may have keep enough of the device busy."""
+    tasks, count = tasks_of(bucket, backend), proposal(bucket, cores, backend).partitions
+    share = busy(bucket.context, count, tasks, cores)
+    text = f"{tasks} x {count} pieces keep {cores} cores {share:.0%} busy"
+    if share >= MIN_FILL:
+        return True, f"{text}, {MIN_FILL:.0%} or more"
+    return False, f"not tuned here, and {text}, less than {MIN_FILL:.0%}: run `mla-tune`"
+
+
+def self_check(backend: Backend) -> Gate:
+    """Whether the kernel gives right answers on this machine."""
+    passed, reason = backend.self_check()
+    if passed:
+        return True, "the kernel's self-check passed here"
+    return False, f"the kernel's self-check failed here: {reason}"
+
+
+def tasks_of(bucket: Bucket, backend: Backend) -> int:
+    """Tasks of one partition, with the back end's default tile."""
+    return row_groups(bucket.shape.rows, backend.tiles(bucket.shape.rows)[0]) * bucket.batch
+
+
+def proposal(bucket: Bucket, cores: int, backend: Backend) -> Plan:
+    """The split to run if all gates pass: the fewest partitions that keep the device as busy as
+    any, of those whose pieces are, by the law, long enough to be worth their merge.
+    """
+    tile = backend.tiles(bucket.shape.rows)[0]
+    tasks = tasks_of(bucket, backend)
+    most = max(2, min(MAX_PARTITIONS, int(law(KAPPA, bucket, tile, cores))))
+    counts = range(2, most + 1)
+    best = max(counts, key=lambda count: busy(bucket.context, count, tasks, cores))
+    return Plan("split", best, tile)

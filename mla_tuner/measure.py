@@ -7,39 +7,32 @@ import math
 import os
 import random
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Protocol
 
-import mlx.core as mx
-
-from . import cases, ops
-from .device import GB, Device, use
-from .errors import BusyError
+from .errors import BusyError, TunerError
 from .evidence import (
     FAR_BEHIND,
-    LOSER_P,
     MIN_ROUNDS,
     Measurement,
+    lost,
     median_interval,
     paired,
     percentile,
-    slower_p,
 )
 from .plan import MLX, Plan
-from .shapes import Geometry, Shape
+from .shapes import Shape
 
 DRIFT = 0.05  # a round whose canary strays this far from its running median is dropped
 CANARY_MEMORY = 5  # rounds in that median; dropped ones count, so a lasting change is accepted
 PAUSE_S = 0.05  # after a dropped round: long enough for a short disturbance to pass
+LONGEST_PAUSE_S = 1.6  # each pause is twice the last where that did not help
 SAMPLE_S = 1e-3  # shorter samples are mostly timer and scheduler
-MAX_INNER = 64
-COLD_CACHES = 3  # times the last-level cache that a ring of cases covers
-MEMORY_SHARE = 0.25  # of the machine's memory that a ring may take
+MAX_INNER = 64  # about as many layers as a model has: nobody chains more before a sync
 
 
 @dataclass(frozen=True)
@@ -48,19 +41,25 @@ class Effort:
 
     settled: rounds after which a plan that is far behind in each of them leaves, be it `mlx`;
     MIN_ROUNDS give it an interval first. most: rounds at most. ranked: losers leave by a
-    signed-rank test too. seconds: after which a settled race gets no more rounds. The clock may end
-    it, never the score: looking again until the answer pleases would void the intervals.
+    signed-rank test too. seconds: after which there are no more rounds than `least`, waits not
+    counted. So cheap plans get many rounds and expensive ones enough. The clock may end a race,
+    never the score: looking again until the answer pleases would void the intervals.
     """
 
     settled: int
     most: int
     ranked: bool = False
     seconds: float = math.inf
+    least: int = 0
 
 
-FULL = Effort(settled=MIN_ROUNDS, most=21)  # every plan gets its interval
-SEARCH = Effort(settled=2, most=10, ranked=True)  # finds the plan worth a duel
-DUEL = Effort(settled=MIN_ROUNDS, most=61, seconds=10.0)  # tells a gain of 5 % from noise of 3 %
+# An interval reaches to each side 0.8 standard deviations of a round with 12 rounds, 0.6 with 17,
+# 0.3 with 61, 0.2 with 121.
+FULL = Effort(settled=MIN_ROUNDS, most=61, seconds=2.0, least=12)  # every plan gets its interval
+# Finds the plan worth a duel. Ten rounds of 4 % noise found a plan 5 % ahead of ten others 31 times
+# of 100, 41 rounds 99 times (simulated).
+SEARCH = Effort(settled=2, most=41, ranked=True, seconds=1.0, least=10)
+DUEL = Effort(settled=MIN_ROUNDS, most=121, seconds=6.0, least=17)  # tells 5 % from noise of 3 %
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,12 @@ class Runners(Protocol):
     def __call__(self, shape: Shape, seed: int) -> Runner:
         """A runner whose random choices follow from `seed`."""
 
+    def fresh(self, shape: Shape, seed: int) -> AbstractContextManager[Runner]:
+        """The runner of the final duel, which shares no state with earlier ones.
+
+        Where this machine is measured it lives in a new process.
+        """
+
     def now(self) -> float:
         """Seconds on that clock."""
 
@@ -106,10 +111,9 @@ def measure(
     shape: Shape,
     plans: Sequence[Plan],
     *,
-    device: Device,
     budget_s: float,
+    runner: Runner,
     seed: int = 0,
-    runner: Runner | None = None,
     progress: Progress | None = None,
     effort: Effort = FULL,
 ) -> list[Measurement]:
@@ -117,12 +121,12 @@ def measure(
 
     Correctness comes first, for every plan; a wrong or failing one is never timed. Then all plans
     are timed once a round, in shuffled order, each on another cold cache. `mlx`, where it is among
-    the plans, is the canary: when it drifts, the round is dropped. Ratios pair times of one round.
+    the plans, is the canary: when it drifts, the round is dropped and a pause follows, longer each
+    time in a row. Ratios pair times of one round.
 
     budget_s: seconds for everything. Plans that it leaves no round for have the status `timeout`;
     no plan is started after it. progress: told of each plan when it is finished.
     """
-    runner = runner or LiveRunners(device)(shape, seed)
     session = _Session(shape, plans, runner, effort, random.Random(seed), runner.now() + budget_s)
     session.check()
     session.time(progress or (lambda measurement: None))
@@ -197,7 +201,9 @@ class _Session:
         self.rng, self.deadline = rng, deadline
         self.entries = [_Entry(plan) for plan in plans]
         self.rounds = self.dropped = 0
+        self.paused_s = 0.0
         self._canary: list[float] = []  # seconds by round, dropped ones included
+        self._astray = 0  # rounds dropped in a row
 
     # --- correctness -------------------------------------------------------------------------
 
@@ -215,22 +221,28 @@ class _Session:
                 else:
                     entry.fail("wrong", checked.reason)
             except Exception as error:  # whatever a plan dies of is evidence, not the tuner's end
-                entry.fail("error", _line(error))
+                entry.fail("error", one_line(error))
 
     def _inner(self, plan: Plan, first_s: float) -> int:
         """Chained calls that make a sample long enough; the first call's time still has warm-up."""
         if first_s > 10 * SAMPLE_S:
             return 1
-        seconds, _ = self.runner.sample(plan, 1)
-        calls = SAMPLE_S / max(seconds, SAMPLE_S / MAX_INNER) if math.isfinite(seconds) else 1
-        return max(1, math.ceil(calls))
+        inner = 1
+        for _ in range(3):  # the first samples may still be slower than what follows
+            seconds, _ = self.runner.sample(plan, inner)
+            usable = math.isfinite(seconds) and seconds > 0
+            wanted = min(MAX_INNER, math.ceil(SAMPLE_S / seconds)) if usable else 1
+            if wanted <= inner:
+                break
+            inner = wanted
+        return inner
 
     # --- rounds ------------------------------------------------------------------------------
 
     def time(self, progress: Progress) -> None:
         live = [entry for entry in self.entries if entry.live]
         waiting = list(self.entries)
-        until = self.runner.now() + self.effort.seconds
+        started = self.runner.now()
         while live and self.rounds < self.effort.most and self._fits(live):
             self._round(live)
             self._leave()
@@ -238,11 +250,18 @@ class _Session:
             for entry in [entry for entry in waiting if not entry.live]:
                 waiting.remove(entry)
                 progress(self._result(entry))
-            over = len(live) == 1 or self.runner.now() >= until
-            if over and self.rounds >= self.effort.settled:
+            if self._over(live, self.runner.now() - started - self.paused_s):
                 break
         for entry in waiting:
             progress(self._result(entry))
+
+    def _over(self, live: list[_Entry], spent_s: float) -> bool:
+        """Whether one plan is left, or the time for a race used up."""
+        if self.rounds < self.effort.settled:
+            return False
+        return len(live) == 1 or (
+            spent_s >= self.effort.seconds and self.rounds >= self.effort.least
+        )
 
     def _fits(self, live: list[_Entry]) -> bool:
         return self.runner.now() + sum(entry.cost_s for entry in live) < self.deadline
@@ -253,20 +272,31 @@ class _Session:
         sampled = [(entry, self._sample(entry)) for entry in order]
         times = {entry.plan: seconds for entry, seconds in sampled if entry.live}
         if self._drifted(times):
-            self.dropped += 1
-            self.runner.pause(PAUSE_S)
+            self._wait()
             return
         self.rounds += 1
+        self._astray = 0
         for entry, seconds in sampled:
             if entry.live:
                 entry.status, entry.message = "ok", ""
                 entry.samples.append(seconds)
 
+    def _wait(self) -> None:
+        """Lets the disturbance pass; all waits together are no longer than the race may take."""
+        self.dropped += 1
+        self._astray += 1
+        longest = min(LONGEST_PAUSE_S, self.effort.seconds - self.paused_s)
+        left = self.deadline - self.runner.now()
+        seconds = min(PAUSE_S * 2.0 ** (self._astray - 1), longest, left)
+        if seconds > 0:
+            self.runner.pause(seconds)
+            self.paused_s += seconds
+
     def _sample(self, entry: _Entry) -> float:
         try:
             seconds, executed = self.runner.sample(entry.plan, entry.inner)
         except Exception as error:  # as in `check`
-            entry.fail("error", _line(error))
+            entry.fail("error", one_line(error))
             return math.nan
         entry.executed, entry.cost_s = executed, seconds * entry.inner
         if not _same(entry.plan, executed):
@@ -298,9 +328,8 @@ class _Session:
         leader = min(live, key=lambda entry: median(entry.samples))
         for entry in live:
             ratios = paired(entry.samples, leader.samples)
-            far = min(ratios) > FAR_BEHIND
-            lost = self.effort.ranked and entry.plan != MLX
-            if far or (lost and slower_p([math.log(ratio) for ratio in ratios]) < LOSER_P):
+            ranked = self.effort.ranked and entry.plan != MLX
+            if min(ratios) > FAR_BEHIND or (ranked and lost(ratios)):
                 entry.live = False
 
     # --- results -----------------------------------------------------------------------------
@@ -313,6 +342,9 @@ class _Session:
             return Measurement(
                 *(self.shape, entry.plan, entry.status, entry.message, entry.max_error),
                 executed=entry.executed,
+                dropped=self.dropped,
+                paused_s=self.paused_s,
+                inner=entry.inner,
             )
         canary = next((e.samples for e in self.entries if e.plan == MLX), [])
         ratios = paired(canary, entry.samples)
@@ -327,6 +359,9 @@ class _Session:
             ratio_high=high,
             samples_us=samples_us,
             executed=entry.executed,
+            dropped=self.dropped,
+            paused_s=self.paused_s,
+            inner=entry.inner,
         )
 
 
@@ -337,124 +372,9 @@ def _same(asked: Plan, executed: Plan | None) -> bool:
     return not asked.tile or executed.tile == asked.tile
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Kind and text of an error; of a known failure the text, which is a sentence."""
     text = " ".join(str(error).split())[:200]
+    if isinstance(error, TunerError):
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-class LiveRunners:
-    """Makes runners that really run, and keeps the cache memory that their cases are cut from.
-
-    From then on `device` is MLX's default: nothing else must be timed in its name.
-    """
-
-    def __init__(self, device: Device) -> None:
-        use(device)
-        self.device = device
-        self._pool: cases.Pool | None = None
-
-    def __call__(self, shape: Shape, seed: int) -> Runner:
-        return LiveRunner(shape, self.pool_for, seed)
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def pool_for(self, shape: Shape) -> cases.Pool:
-        """A pool of at least three last-level caches and one case, within a quarter of the memory.
-
-        Raises:
-            MemoryError: one case alone is larger than that.
-        """
-        limit = int(MEMORY_SHARE * self.device.memory_gb * GB)
-        block_bytes = shape.batch * 64 * shape.geometry.width * 4  # each sequence's last block
-        one = shape.cache_bytes + block_bytes
-        if one > limit:
-            raise MemoryError(
-                f"the cache takes {one / GB:.1f} GiB, a quarter of memory is {limit / GB:.1f}"
-            )
-        wanted = max(one, min(COLD_CACHES * self.device.cache_bytes, limit))
-        pool = self._pool
-        if pool is None or not _serves(pool, shape.dtype, shape.geometry, wanted):
-            self._pool = None  # free the old one first
-            pool = self._pool = cases.Pool(shape.dtype, shape.geometry, wanted)
-        return pool
-
-
-def _serves(pool: cases.Pool, dtype: str, geometry: Geometry, nbytes: int) -> bool:
-    token_bytes = geometry.width * (4 if dtype == "float32" else 2)
-    return (pool.dtype, pool.geometry) == (dtype, geometry) and (
-        (pool.tokens + 64) * token_bytes > nbytes
-    )
-
-
-class LiveRunner:
-    """Runs plans on MLX's default device as serving does, on a ring of cold caches."""
-
-    def __init__(
-        self, shape: Shape, pool_for: Callable[[Shape], cases.Pool], seed: int = 0
-    ) -> None:
-        self.shape = shape
-        self._pool_for, self._seed = pool_for, seed
-        self._ring: list[cases.Case] = []
-        self._at = 0
-        self._probe: cases.Case | None = None
-        self._checked: dict[Plan, Checked] = {}
-
-    def check(self, plan: Plan) -> Checked:
-        """Against float64 on some rows of every row tile; NaN in the slots that nobody may read."""
-        if plan not in self._checked:
-            self._checked[plan] = self._check(plan)
-        return self._checked[plan]
-
-    def _check(self, plan: Plan) -> Checked:
-        self._pool_for(self.shape)  # refuses what would make the machine swap
-        case = self._probe = self._probe or cases.make_case(self.shape, seed=self._seed)
-        start = self.now()
-        out, lse = self._call(case, case.q_nope, plan, return_lse=plan.native)
-        mx.eval(out) if lse is None else mx.eval(out, lse)
-        seconds = self.now() - start
-        found = cases.check(case, out, lse, plan, rows=self._rows())
-        return Checked(found.ok, found.max_error, found.reason, seconds)
-
-    def _rows(self) -> list[int]:
-        """The first and last row, and one of every eight: no row tile of any kernel is smaller."""
-        rows, rng = self.shape.rows, random.Random(self._seed)
-        some = {min(at + rng.randrange(8), rows - 1) for at in range(0, rows, 8)}
-        return sorted({0, rows - 1} | some)
-
-    def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
-        chain = [self._next() for _ in range(inner)]
-        start = time.perf_counter()
-        out: mx.array | None = None
-        for case in chain:
-            # Layers follow one another: a GPU must not overlap them here either.
-            query = case.q_nope if out is None else mx.depends([case.q_nope], [out])[0]
-            out, _ = self._call(case, query, plan)
-        mx.eval(out)
-        seconds = (time.perf_counter() - start) / inner
-        run = ops.last_run()
-        return seconds, run.executed if run else None
-
-    def _call(
-        self, case: cases.Case, query: mx.array, plan: Plan, return_lse: bool = False
-    ) -> tuple[mx.array, mx.array | None]:
-        if return_lse:
-            return ops.mla_decode(
-                query, case.q_pe, case.cache, scale=case.scale, plan=plan, return_lse=True
-            )
-        return ops.mla_decode(query, case.q_pe, case.cache, scale=case.scale, plan=plan), None
-
-    def _next(self) -> cases.Case:
-        """The next case of the ring, so that its cache has long been evicted."""
-        pool = self._pool_for(self.shape)
-        if self._at == len(self._ring):
-            self._ring.append(pool.case(self.shape, self._at))
-        case = self._ring[self._at]
-        self._at = (self._at + 1) % pool.ring(self.shape)
-        return case
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def pause(self, seconds: float) -> None:
-        time.sleep(seconds)

@@ -9,12 +9,13 @@ from typing import Any
 
 from . import backends, device
 from .backends import Backend
+from .conditions import conditions
 from .device import MLX_VERSION, Device
 from .errors import DeviceError, StoreError
 from .store import exists
 from .table import read_rows
 
-VARIABLES = ("MLA_TUNER", "MLA_TUNER_DB", "MLA_TUNER_THREADS")
+VARIABLES = ("MLA_TUNER", "MLA_TUNER_DB", "MLA_TUNER_FROZEN", "MLA_TUNER_THREADS")
 COST = (
     "without the native kernel only the paths mlx and mlx_rows run here: "
     "no context is ever split, and a decode step costs what MLX makes it cost"
@@ -38,7 +39,7 @@ def overview(here: Device, db: Path) -> dict[str, object]:
         "cache_bytes": here.cache_bytes,
         "cache_source": cache_source(here),
         "software": device.software(),
-        "conditions": device.conditions(),
+        "conditions": conditions(),
         "backends": [backend_facts(name) for name in backends.NAMES],
         "self_check": {"ok": checked, "reason": reason} if available else None,
         "cost": None if available else COST,
@@ -101,7 +102,8 @@ def db_facts(path: Path, here: Device, backend: Backend) -> dict[str, object]:
         there, problem = False, str(error)
     rows = read_rows(path, here) if there else []
     ours = [row for row in rows if row.kernel == backend.digest()]
-    plans = {row.bucket for row in ours if row.mlx == MLX_VERSION}
+    versions = backend.digest(), MLX_VERSION, device.system_version()
+    plans = {row.bucket for row in ours if row.counts(*versions)}
     other_mlx = {row.bucket for row in ours} - plans
     return {
         "path": str(path),

@@ -1,8 +1,8 @@
 """The frozen look-up table of a serving process: a shape goes in, a decision comes out.
 
-The first step that answers wins: `off` (MLA_TUNER=off), `tuned` (this device measured this bucket),
-`fitted` (between two tuned contexts), `gates`. Standard library only, and no file access after
-`Policy.load`.
+The first step that answers wins: `off` (MLA_TUNER=off), `frozen` (the required table is not there),
+`tuned` (this device measured this bucket), `fitted` (between two tuned contexts), `gates`. Standard
+library only, and no file access after `Policy.load`.
 """
 
 from __future__ import annotations
@@ -10,26 +10,46 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import backends, fits, gates
+from . import backends, fits, frozen, gates
 from . import device as devices
 from .backends import Backend
+from .candidates import ASSUMED_CORES, law
 from .device import MLX_VERSION, Device
 from .errors import StoreError
+from .fits import Speedups, Tuned
+from .frozen import Frozen
 from .plan import MLX, Decision, Plan
-from .shapes import DEEPSEEK, Bucket, Geometry, bucket_fields
+from .shapes import DEEPSEEK, Bucket, Geometry, bucket_fields, bucket_of
 from .table import Row, default_path, read_rows
 
 MAX_CACHED = 65536  # decisions; more distinct buckets than any server sees
+STEPS = ("off", "frozen", "tuned", "fitted", "gates")  # after the caller's own plan
 
 log = logging.getLogger("mla_tuner")
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of a look-up: whether it answered, and why or why not. `details` are its numbers."""
+
+    step: str
+    answered: bool
+    reason: str
+    details: tuple[str, ...] = ()
+
+
 class Policy:
-    """Decisions for one device, from `rows`, cached by bucket. Threads may share it."""
+    """Decisions for one device, from `rows`, cached by bucket. Threads may share it.
+
+    off: True, or a reason, makes every decision `mlx`. frozen: digest of the table that `rows` were
+    frozen in; with `off`, of the one that is required and not there. system: OS and driver, as
+    `device.system_version` says. deterministic: look up as if the batch were 1, so that partitions
+    don't depend on it.
+    """
 
     def __init__(
         self,
@@ -37,43 +57,64 @@ class Policy:
         rows: Iterable[Row] = (),
         *,
         backend: Backend | None = None,
-        off: bool = False,
+        off: bool | str = False,
+        frozen: str = "",
         mlx: str = MLX_VERSION,
+        system: str | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.device = device
-        self.off = off
+        self.off = "MLA_TUNER=off" if off is True else off or ""
+        self.frozen = frozen
+        self.deterministic = deterministic
         self._backend = backend or backends.get(device.backend)
         self._rows: dict[Bucket, Row] = {}
         self._stale: dict[Bucket, str] = {}
-        self._ranges: dict[Bucket, list[int]] = {}  # tuned contexts, by the bucket without context
-        self._cache: dict[tuple[int | str, ...], Decision] = {}  # a Bucket equals its tuple
+        self._families: dict[Bucket, list[Tuned]] = {}  # by the bucket without context, ascending
+        self._cache: dict[tuple[object, int], Decision] = {}  # by bucket and exact batch
         built, reason = self._backend.available()
         self._missing = "" if built else reason
-        kernel = self._backend.digest()
+        rows = tuple(rows)
+        if system is None:  # on macOS it asks other programs: not for nothing
+            system = devices.system_version() if rows else ""
+        self._versions = (self._backend.digest(), mlx, system)
         for row in rows:
-            if row.kernel != kernel:
-                if self._missing:
-                    continue  # the kernel is what is stale, and every decision says so
-                self._stale[row.bucket] = "tuned with another kernel: run `mla-tune`"
-            elif row.mlx != mlx:
-                self._stale[row.bucket] = (
-                    f"tuned with MLX {row.mlx}, this is {mlx}: run `mla-tune verify`"
-                )
-            else:
+            if row.counts(*self._versions):
                 self._rows[row.bucket] = row
-        for bucket in sorted(self._rows):
-            self._ranges.setdefault(bucket._replace(context=0), []).append(bucket.context)
+            else:
+                self._stale[row.bucket] = self._why_stale(row)
+        for bucket, row in sorted(self._rows.items()):
+            tuned = Tuned(bucket, row.plan, Speedups(row.single_speedup, row.split_speedup))
+            self._families.setdefault(bucket._replace(context=0), []).append(tuned)
 
     @classmethod
-    def load(cls, path: str | Path | None = None, device: Device | None = None) -> Policy:
-        """Read the winners of `device` (this one by default) from the database, once.
+    def load(
+        cls,
+        path: str | Path | None = None,
+        device: Device | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> Policy:
+        """Read the winners of `device` (this one by default) once: from the database, or from the
+        frozen table beside it where MLA_TUNER_FROZEN requires one.
 
-        Never raises for the database's state: missing, corrupt, locked or newer, it is left out
-        with one log line, and the gates decide.
+        Never raises for the state of either. A database that is missing, corrupt, locked or of
+        another version is left out, and the gates decide; without the required table all is `mlx`.
+        Both are one log line.
         """
-        off = os.environ.get("MLA_TUNER", "").lower() == "off"
         device = device or devices.probe()
-        return cls(device, () if off else _winners(path, device), off=off)
+        if os.environ.get("MLA_TUNER", "").lower() == "off":
+            return cls(device, off=True, deterministic=deterministic)
+        digest = os.environ.get("MLA_TUNER_FROZEN", "")
+        if not digest:
+            return cls(device, _winners(path, device), deterministic=deterministic)
+        table = _required(digest, path, device)
+        return cls(
+            *(device, table.rows),
+            off=table.problem,
+            frozen=table.digest,
+            deterministic=deterministic,
+        )
 
     def __len__(self) -> int:
         """Tuned buckets that count here."""
@@ -90,28 +131,82 @@ class Policy:
         layout: str = "paged",
     ) -> Decision:
         """The plan for a shape; `batch` is the effective one. Never raises for ints and strings."""
+        if self.deterministic:
+            batch = 1
         key = bucket_fields(context, batch, heads, dtype, geometry, q_len, layout)
         try:
-            return self._cache[key]
+            return self._cache[key, batch]
         except KeyError:
-            return self._look_up(Bucket(*key))
+            return self._look_up(Bucket(*key), batch)
 
-    def _look_up(self, bucket: Bucket) -> Decision:
+    def explain(
+        self,
+        context: int,
+        batch: int,
+        heads: int,
+        dtype: str,
+        q_len: int = 1,
+        geometry: Geometry = DEEPSEEK,
+        layout: str = "paged",
+    ) -> list[Step]:
+        """Every step of `decide` in order, with its numbers; exactly one answered."""
+        if self.deterministic:
+            batch = 1
+        bucket = bucket_of(context, batch, heads, dtype, geometry, q_len, layout)
+        steps = [Step("caller", False, "a plan given with the call would come first")]
+        for name, answer in self._chain(bucket, batch):
+            answered = isinstance(answer, Decision)
+            reason = answer.reason if isinstance(answer, Decision) else answer
+            steps.append(Step(name, answered, reason, tuple(self._details(name, bucket))))
+        asked = {step.step for step in steps}
+        left = [name for name in STEPS if name not in asked]
+        return steps + [Step(name, False, f"not asked: {steps[-1].step} answered") for name in left]
+
+    def _look_up(self, bucket: Bucket, batch: int) -> Decision:
         if len(self._cache) >= MAX_CACHED:
             self._cache.clear()
-        decision = self._tuned(bucket) or self._fitted(bucket) or self._gated(bucket)
-        if self._missing not in decision.reason and not self.off:
-            decision = replace(decision, reason=f"{self._missing}; {decision.reason}")
-        self._cache[bucket] = decision
+        *_, (_, decision) = self._chain(bucket, batch)
+        assert isinstance(decision, Decision)  # the gates always answer
+        self._cache[tuple(bucket), batch] = decision
         return decision
 
-    def _tuned(self, bucket: Bucket) -> Decision | None:
+    def _chain(self, bucket: Bucket, batch: int) -> Iterator[tuple[str, Decision | str]]:
+        """What each step says, up to the first that gives a decision; the others say why not."""
+        asks: tuple[Callable[[Bucket, int], Decision | str], ...]
+        asks = self._turned_off, self._unfrozen, self._tuned, self._fitted, self._gated
+        for name, ask in zip(STEPS, asks, strict=True):
+            answer = ask(bucket, batch)
+            if not isinstance(answer, Decision):
+                yield name, answer
+                continue
+            if self._missing not in answer.reason and not self.off:
+                answer = replace(answer, reason=f"{self._missing}; {answer.reason}")
+            yield name, answer
+            return
+
+    def _turned_off(self, bucket: Bucket, batch: int) -> Decision | str:
+        if self.off and not self.frozen:
+            return Decision(MLX, "off", self.off)
+        return "MLA_TUNER is not off"
+
+    def _unfrozen(self, bucket: Bucket, batch: int) -> Decision | str:
         if self.off:
-            return Decision(MLX, "off", "MLA_TUNER=off")
+            return Decision(MLX, "off", self.off)
+        if self.frozen:
+            return f"frozen table {self.frozen[:12]} is in use"
+        return "no frozen table is required"
+
+    def _tuned(self, bucket: Bucket, batch: int) -> Decision | str:
         row = self._rows.get(bucket)
-        if row is None or self._refusal(row.plan, bucket):
-            return None
-        when = f"tuned on this device {row.day}"
+        if row is None:
+            name = f"the bucket of context {bucket.context} and batch {bucket.batch}"
+            return self._stale.get(bucket) or f"{name} is not tuned; {len(self)} others are"
+        refusal = self._refusal(row.plan, bucket)
+        if refusal:
+            return refusal
+        if self._for_batch(row.plan, bucket, batch) != row.plan:
+            return f"tuned at batch {bucket.batch} ({row.plan}), which batch {batch} would not fill"
+        when = f"{self._from_frozen()}tuned on this device {row.day}{self._not_compared(row)}"
         if row.plan == MLX:
             reason = f"{when}: nothing beats mlx at context {bucket.context}"
         else:
@@ -123,29 +218,118 @@ class Policy:
         interval = row.speedup_low, row.speedup_high
         return Decision(row.plan, "tuned", reason, row.median_us, row.speedup, *interval)
 
-    def _fitted(self, bucket: Bucket) -> Decision | None:
-        contexts = self._ranges.get(bucket._replace(context=0), [])
-        low = max((c for c in contexts if c < bucket.context), default=0)
-        high = min((c for c in contexts if c > bucket.context), default=0)
-        if not (low and high):
-            return None  # nothing is extrapolated
-        below, above = (self._rows[bucket._replace(context=c)].plan for c in (low, high))
-        plan = fits.between(bucket.context, (low, below), (high, above))
-        if plan is None or self._refusal(plan, bucket):
-            return None
-        return Decision(
-            plan, "fitted", f"between tuned contexts {low} ({below}) and {high} ({above})"
-        )
+    def _fitted(self, bucket: Bucket, batch: int) -> Decision | str:
+        row = self._rows.get(bucket)
+        if row and not self._refusal(row.plan, bucket):
+            plan = self._for_batch(row.plan, bucket, batch)
+            tuned = f"tuned at batch {bucket.batch} ({row.plan}){self._not_compared(row)}"
+            return Decision(plan, "fitted", f"{self._from_frozen()}{tuned}, cut for batch {batch}")
+        ends = self._neighbours(bucket)
+        if ends is None:
+            family = self._families.get(bucket._replace(context=0), [])
+            contexts = ", ".join(str(each.bucket.context) for each in family)
+            where = f"only at contexts {contexts}" if contexts else "at no context"
+            return f"these heads, batch and dtype are tuned {where}: nothing is extrapolated"
+        plan = fits.between(bucket, *ends, self.device.cores)
+        refusal = self._refusal(plan, bucket)
+        if refusal:
+            return refusal
+        below, above = (f"{end.bucket.context} ({end.plan})" for end in ends)
+        unknown = self._not_compared(*(self._rows[end.bucket] for end in ends))
+        reason = f"{self._from_frozen()}between tuned contexts {below} and {above}{unknown}"
+        reason += _why(plan, bucket, *ends)
+        return Decision(self._for_batch(plan, bucket, batch), "fitted", reason)
 
-    def _gated(self, bucket: Bucket) -> Decision:
+    def _gated(self, bucket: Bucket, batch: int) -> Decision:
         plan, reason = gates.gate(bucket, self.device, self._backend)
         row = self._rows.get(bucket)
         refused = self._refusal(row.plan, bucket) if row else self._stale.get(bucket)
         return Decision(plan, "gates", f"{refused}; {reason}" if refused else reason)
 
+    # --- numbers for `explain` ---------------------------------------------------------------
+
+    def _details(self, step: str, bucket: Bucket) -> Iterator[str]:
+        if step == "tuned" and bucket in self._rows:
+            row = self._rows[bucket]
+            yield from _speedups("here", Speedups(row.single_speedup, row.split_speedup))
+        elif step == "fitted":
+            yield from self._fitted_details(bucket)
+        elif step == "gates":
+            for check in gates.checks(bucket, self.device, self._backend):
+                yield f"{check.name}: {'yes' if check.passed else 'no'}, {check.reason}"
+
+    def _fitted_details(self, bucket: Bucket) -> Iterator[str]:
+        family = self._families.get(bucket._replace(context=0), [])
+        found = fits.threshold_of(family, self.device.cores)
+        ends = self._neighbours(bucket)
+        if ends:
+            for end in ends:
+                yield from _speedups(f"at {end.bucket.context} ({end.plan})", end.speedups)
+            share = fits.share_of(bucket.context, *ends)
+            yield from _speedups(f"at {bucket.context}", fits.speedups_between(share, *ends))
+        if family:
+            longest = family[-1].bucket.context
+            for what, start in (("native", found.native_from), ("split", found.split_from)):
+                where = f"from {start}" if start else f"not even at {longest}, the longest tuned"
+                yield f"{what} wins {where}"
+        if found.kappa and ends:
+            tile = next((each.plan.tile for each in family if each.plan.path == "split"), "")
+            value = law(found.kappa, bucket, tile, self.device.cores or ASSUMED_CORES)
+            yield f"the law's constant is {found.kappa:.3g}: {value:.3g} partitions"
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _neighbours(self, bucket: Bucket) -> tuple[Tuned, Tuned] | None:
+        """The tuned buckets with the nearest contexts on both sides."""
+        family = self._families.get(bucket._replace(context=0), [])
+        above = next((i for i, each in enumerate(family) if each.bucket > bucket), 0)
+        below = above - 1
+        if above and family[below].bucket == bucket:  # tuned, but the back end refuses its plan
+            below -= 1
+        return (family[below], family[above]) if above and below >= 0 else None
+
+    def _why_stale(self, row: Row) -> str:
+        """Why a row doesn't count; "" where the kernel is missing, which every decision says."""
+        kernel, mlx, system = self._versions
+        if row.kernel != kernel:
+            return "" if self._missing else "tuned with another kernel: run `mla-tune`"
+        if row.mlx != mlx:
+            return f"tuned with MLX {row.mlx}, this is {mlx}: run `mla-tune verify`"
+        return f"tuned on {row.system}, this is {system}: run `mla-tune verify`"
+
+    def _not_compared(self, *rows: Row) -> str:
+        if not self._versions[-1]:
+            return ", system not compared: this one is unknown"
+        if not all(row.system for row in rows):
+            return ", system not compared: it was not recorded"
+        return ""
+
+    def _from_frozen(self) -> str:
+        return f"frozen table {self.frozen[:12]}: " if self.frozen else ""
+
+    def _for_batch(self, plan: Plan, bucket: Bucket, batch: int) -> Plan:
+        """The plan cut for the exact batch, where the back end takes that."""
+        cut = fits.for_batch(plan, bucket, batch, self.device.cores)
+        return plan if self._refusal(cut, bucket) else cut
+
     def _refusal(self, plan: Plan, bucket: Bucket) -> str | None:
         """A table is foreign data: it never selects what the back end refuses."""
         return self._backend.refusal(plan, bucket.shape) if plan.native else None
+
+
+def _why(plan: Plan, bucket: Bucket, lower: Tuned, upper: Tuned) -> str:
+    """What chose between two ends that differ."""
+    if lower.plan.path == upper.plan.path:
+        return ""
+    between = fits.speedups_between(fits.share_of(bucket.context, lower, upper), lower, upper)
+    speedup = between._asdict().get(plan.path)
+    return f": {plan.path} is about {speedup:.3g}x mlx" if speedup else f": {plan.path} risks less"
+
+
+def _speedups(where: str, speedups: Speedups) -> Iterator[str]:
+    for path, value in speedups._asdict().items():
+        known = "was not measured" if value is None else f"is {value:.3g}x mlx"
+        yield f"{where} {path} {known}"
 
 
 def _winners(path: str | Path | None, device: Device) -> list[Row]:
@@ -154,6 +338,20 @@ def _winners(path: str | Path | None, device: Device) -> list[Row]:
     except StoreError as error:
         log.warning("%s: the gates decide", error)
         return []
+
+
+def _required(digest: str, path: str | Path | None, device: Device) -> Frozen:
+    """The frozen table beside the database."""
+    try:
+        table = frozen.read(Path(path or default_path()).parent, digest, device)
+    except StoreError as error:
+        table = Frozen(digest, problem=str(error))
+    if not table.problem:
+        log.info("frozen table %s: %d plans for %s", table.digest, len(table.rows), device.key)
+        return table
+    problem = f"frozen table {table.digest[:12]} is not used: {table.problem}"
+    log.warning("%s; every shape runs mlx", problem)
+    return replace(table, problem=problem)
 
 
 _current: Policy | None = None

@@ -105,6 +105,11 @@ def tuned(answer: Answer) -> Iterator[RenderableType]:
         f"{counted(answer['tuned'], 'bucket')} tuned in {duration(answer['seconds'])}, "
         f"{answer['already_tuned']} tuned before."
     )
+    if answer["dropped_rounds"]:
+        yield (
+            f"{counted(answer['dropped_rounds'], 'round')} did not count, as mlx drifted; "
+            f"{duration(answer['paused_s'])} waited for that to pass."
+        )
     for kind, title in (("failed", "failed"), ("not_reached", "not reached")):
         rows = answer[kind]
         if rows:
@@ -148,6 +153,16 @@ def decision(answer: Answer) -> Iterator[RenderableType]:
             ("device", answer["device"]),
         ]
     )
+    if "steps" in answer:
+        yield "\nThe look-up, first answer wins:"
+        yield _facts([line for step in answer["steps"] for line in _step_lines(step)])
+
+
+def _step_lines(step: Answer) -> Iterator[tuple[str, object]]:
+    answered = "answers: " if step["answered"] else ""
+    yield f"  {step['step']}", f"{answered}{step['reason']}"
+    for detail in step["details"]:
+        yield "", f"- {detail}"
 
 
 def benched(rows: Sequence[Answer]) -> Iterator[RenderableType]:
@@ -318,10 +333,12 @@ class Progress:
             self._status.stop()
 
     def __call__(self, event: Event) -> None:
-        from .tuner import BucketSkipped, BucketStarted, BucketTuned, RunStarted
+        from .tuner import BucketSkipped, BucketStarted, BucketTuned, RunStarted, Waiting
 
         if isinstance(event, RunStarted):
             self.line(start(event))
+        elif isinstance(event, Waiting):
+            self.line(event.reason)
         elif isinstance(event, BucketStarted):
             self._title = f"{event.number}/{event.total}  {short(event.bucket)}"
             self.note(self._title)

@@ -6,26 +6,25 @@ Every write is one transaction that starts with BEGIN IMMEDIATE: processes queue
 
 from __future__ import annotations
 
-import json
 import os
-import reprlib
 import sqlite3
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
-from itertools import groupby
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any
 
 from sqlite_utils import Database, Migrations
 
+from . import schema
 from .device import Device
 from .errors import StoreError
-from .evidence import STATUSES, Measurement, verdict
+from .evidence import Measurement, verdict
 from .fits import threshold
-from .plan import Plan
+from .plan import MLX, Plan
+from .records import evidence_row, expect, measurement_of, to_json
 from .shapes import Bucket
 from .table import (
     BUCKET_COLUMNS,
@@ -41,53 +40,25 @@ LOCK_WAIT_S = 30.0
 
 migrations = Migrations("mla_tuner")
 
-TABLES = ("device", "run", "measurement", "plan", "threshold")
-_BUCKET = """
-    context INTEGER NOT NULL, batch INTEGER NOT NULL, heads INTEGER NOT NULL, dtype TEXT NOT NULL,
-    kv_lora_rank INTEGER NOT NULL, rope_dim INTEGER NOT NULL, q_len INTEGER NOT NULL,
-    layout TEXT NOT NULL"""
-_PLAN = "path TEXT NOT NULL, partitions INTEGER NOT NULL, tile TEXT NOT NULL"
-# Engines pin different MLX releases and share this file: each release keeps its own winners.
-_KEY = ("device", *BUCKET_COLUMNS, "kernel", "mlx")
-_STATEMENTS = (
-    """CREATE TABLE device (
-    key TEXT PRIMARY KEY, backend TEXT NOT NULL, architecture TEXT NOT NULL, family TEXT NOT NULL,
-    cores INTEGER, memory_gb INTEGER NOT NULL, name TEXT NOT NULL, cache_bytes INTEGER NOT NULL)""",
-    """CREATE TABLE run (
-    id INTEGER PRIMARY KEY, device TEXT NOT NULL REFERENCES device, started TEXT NOT NULL,
-    kernel TEXT NOT NULL, mlx TEXT NOT NULL,
-    software TEXT NOT NULL, options TEXT NOT NULL, conditions TEXT NOT NULL)""",
-    f"""CREATE TABLE measurement (
-    id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES run, at TEXT NOT NULL,
-    stage TEXT NOT NULL CHECK (stage IN ('search', 'duel', 'cut')), {_BUCKET}, {_PLAN},
-    status TEXT NOT NULL CHECK (status IN ('ok', 'wrong', 'error', 'timeout')),
-    message TEXT NOT NULL, max_error REAL, rounds INTEGER NOT NULL,
-    median_us REAL, p10_us REAL, p90_us REAL, ratio REAL, ratio_low REAL, ratio_high REAL,
-    samples_us TEXT NOT NULL, executed TEXT)""",
-    f"CREATE INDEX measurement_bucket ON measurement ({', '.join(BUCKET_COLUMNS)}, run)",
-    f"""CREATE TABLE plan (
-    device TEXT NOT NULL REFERENCES device, {_BUCKET}, {_PLAN}, median_us REAL NOT NULL,
-    speedup REAL NOT NULL, speedup_low REAL, speedup_high REAL, day TEXT NOT NULL,
-    kernel TEXT NOT NULL, mlx TEXT NOT NULL, reason TEXT NOT NULL,
-    run INTEGER NOT NULL REFERENCES run, PRIMARY KEY ({", ".join(_KEY)}))""",
-    # One row for all contexts of a bucket; its own context column is 0.
-    f"""CREATE TABLE threshold (
-    device TEXT NOT NULL REFERENCES device, {_BUCKET}, kernel TEXT NOT NULL, mlx TEXT NOT NULL,
-    native_from INTEGER, split_from INTEGER, kappa REAL, PRIMARY KEY ({", ".join(_KEY)}))""",
-    # Last, in the same transaction: a reader sees the whole schema or none.
-    f"PRAGMA user_version = {SCHEMA_VERSION}",
-)
-
 
 @migrations()
 def create_tables(db: Database) -> None:
     """Schema 1: who measured, what was measured, and what follows from it."""
-    for statement in _STATEMENTS:
+    for statement in schema.VERSION_1:
         db.execute(statement)
 
 
+@migrations()
+def keep_systems_apart(db: Database) -> None:
+    """Schema 2: winners of one system, refuted plans, and what measuring was spared."""
+    for statement in schema.VERSION_2:
+        db.execute(statement)
+
+
+_OF_BUCKET = " AND ".join(f"{name} = ?" for name in BUCKET_COLUMNS)
 _SELECT_PLANS = f"SELECT {', '.join(ROW_COLUMNS)} FROM plan"
 _REBUILD = "`mla-tune db rebuild` makes all plans anew"
+_UPGRADE = "`mla-tune db rebuild` brings it there"
 _MEND = "correct or delete it and what refers to it, then run `mla-tune db rebuild`"
 
 
@@ -113,26 +84,28 @@ class Store:
     """The tuning database at `path`, created and migrated on opening.
 
     create: False opens only what is there already, and writes nothing by opening it.
+    upgrade: without `create`, tables of an older version are migrated all the same.
 
     Raises:
-        StoreError: here and in every method, one line: the file is corrupt, newer, another
-            program's, locked for longer than `LOCK_WAIT_S`, holds malformed rows, or cannot be
-            written; or, without `create`, there is none.
+        StoreError: here and in every method, one line: the file is corrupt, newer, older and not
+            to be migrated, another program's, locked for longer than `LOCK_WAIT_S`, holds malformed
+            rows, or cannot be written; or, without `create`, there is none.
     """
 
-    def __init__(self, path: str | Path, *, create: bool = True) -> None:
+    def __init__(self, path: str | Path, *, create: bool = True, upgrade: bool = False) -> None:
         self.path = Path(path)
         there = exists(self.path)
         if not there and not create:
             raise StoreError(f"no database at {self.path}: run mla-tune")
+        folder = Path(os.path.realpath(self.path)).parent  # SQLite's side files lie there
+        self.writable = not there or all(os.access(each, os.W_OK) for each in (self.path, folder))
         with self._clear_errors():
-            connection = self._connect(there)
+            connection = self._connect()
             connection.text_factory = lambda raw: str(raw, errors="replace")
             self._db = Database(connection, execute_plugins=False)
         try:
             with self._clear_errors():
-                if not self._is_current():
-                    self._migrate(create)
+                self._migrate(create, upgrade)
         except StoreError:
             connection.close()
             raise
@@ -165,7 +138,8 @@ class Store:
     ) -> int:
         """Note who measures, where and in what state; the id that evidence is recorded under.
 
-        `software["mlx"]` and `kernel` (the kernels' digest) decide later which winners still count.
+        `kernel` (the kernels' digest), `software["mlx"]` and, where known, `software["system"]`
+        decide later which winners still count.
         """
         row = {name: getattr(device, name) for name in Device.__dataclass_fields__}
         with self._write() as db:
@@ -175,9 +149,10 @@ class Store:
                 "started": _now(),
                 "kernel": kernel,
                 "mlx": software["mlx"],
-                "software": _json(software),
-                "options": _json(options or {}),
-                "conditions": _json(conditions or {}),
+                "software": to_json(software),
+                "options": to_json(options or {}),
+                "conditions": to_json(conditions or {}),
+                "system": software.get("system", ""),
             }
             return int(db.table("run").insert(run).last_pk or 0)
 
@@ -187,69 +162,106 @@ class Store:
         bucket: Bucket,
         search: Sequence[Measurement],
         duel: Sequence[Measurement] = (),
+        *,
+        refutes: bool = False,
     ) -> Row | None:
         """Add a bucket's evidence; with a duel also its winner and thresholds, all or nothing.
 
         search: all candidates; duel: the finalist and `mlx` with fresh samples. Without a verdict
         (the budget ended, or `mlx` failed) both are stored as "cut" and change no winner.
+        refutes: the duel showed a stored plan to be wrong or slower than `mlx`, which wins then.
 
         Returns the winner, or None.
         """
-        decided = verdict(duel) is not None
-        stages = [("search", search), ("duel", duel)] if decided else [("cut", [*search, *duel])]
+        decides = "refute" if refutes else "duel" if verdict(duel) else "cut"
+        stages = [("cut" if decides == "cut" else "search", search), (decides, duel)]
         evidence = [
-            {"run": run, "at": _now(), "stage": stage, **_evidence(bucket, measurement)}
+            {"run": run, "at": _now(), "stage": stage, **evidence_row(bucket, measurement)}
             for stage, measurements in stages
             for measurement in measurements
         ]
         with self._write() as db:
             db.table("measurement").insert_all(evidence)
-            winner = self._derive_plan(run, bucket, duel, _now())
-            if winner:
+            if decides == "cut":
+                return None
+            with self._sound(_MEND):
+                winner = self._derive_plan(run, bucket)
                 self._derive_threshold(run, bucket)
             return winner
 
     def rebuild(self) -> int:
         """Make every winner and threshold anew from the evidence; how many winners there are."""
         with self._write() as db:
-            db.execute("DELETE FROM plan")
-            db.execute("DELETE FROM threshold")
-            duels = (
-                "SELECT * FROM measurement WHERE stage = 'duel' ORDER BY run, "
-                + ", ".join(BUCKET_COLUMNS)
-                + ", id"
-            )
-            rows = list(db.query(duels))  # sqlite_utils' first upsert fails beside an open cursor
-            for (run, *_), duel in groupby(rows, lambda row: (row["run"], _bucket_values(row))):
-                evidence = list(duel)
-                with self._sound(_MEND):
-                    measurements = [_measurement(row) for row in evidence]
-                    bucket, at = _bucket(evidence[0]), evidence[0]["at"]
-                    if self._derive_plan(run, bucket, measurements, at):
-                        self._derive_threshold(run, bucket)
+            self._rebuild()
             return int(db.execute("SELECT count(*) FROM plan").fetchone()[0])
+
+    def _rebuild(self) -> None:
+        self._db.execute("DELETE FROM plan")
+        self._db.execute("DELETE FROM threshold")
+        columns = ", ".join(("run", *BUCKET_COLUMNS))
+        decided = self._db.execute(
+            f"SELECT DISTINCT {columns} FROM measurement WHERE stage IN ('duel', 'refute') "
+            f"ORDER BY {columns}"  # later runs replace what earlier ones found
+        ).fetchall()
+        families = {}
+        for run, *fields in decided:
+            with self._sound(_MEND):
+                self._derive_plan(run, bucket := Bucket(*fields))
+                families[self._identity(run)[:4], bucket._replace(context=0)] = run, bucket
+        for run, bucket in families.values():
+            self._derive_threshold(run, bucket)
 
     # --- reading -----------------------------------------------------------------------------
 
     def plans(self, device: str | None = None) -> list[Row]:
-        """Stored winners, of one device key or of all, in the order of their buckets."""
-        where, values = ("WHERE device = ?", [device]) if device else ("", [])
-        order = ", ".join(BUCKET_COLUMNS)
-        with self._clear_errors(), self._sound(_REBUILD):
-            found = self._db.execute(f"{_SELECT_PLANS} {where} ORDER BY {order}", values)
+        """Stored winners, of one device key or of all, in the order of their buckets.
+
+        Those of one bucket, found with several versions, stand in the order they were found in.
+        """
+        with self._clear_errors():
+            return self._rows("device = ?", [device]) if device else self._rows("1", [])
+
+    def tuned(self, device: Device, kernel: str, mlx: str, system: str = "") -> list[Row]:
+        """Winners of a device that count with this kernel, MLX and system ("": unknown).
+
+        One a bucket. Buckets whose plan was refuted, and not tuned again, are left out.
+        """
+        rows, refuted = self.plans(device.key), self.refuted(device)
+        counts = {row.bucket: row for row in rows if row.counts(kernel, mlx, system)}
+        return [row for row in counts.values() if row not in refuted]
+
+    def refuted(self, device: Device) -> list[Row]:
+        """Those winners of a device, all of them `mlx`, that stand for a plan that was refuted."""
+        with self._clear_errors():
+            return self._rows("device = ? AND stage = 'refute'", [device.key])
+
+    def rival(self, device: Device, row: Row) -> Plan | None:
+        """The plan that did best beside `mlx` in what a winner was found with."""
+        where = f"{_OF_BUCKET} AND (device, kernel, mlx, system) = (?, ?, ?, ?)"
+        with self._clear_errors(), self._sound(_MEND):
+            found = self._db.execute(
+                "SELECT path, partitions, tile FROM measurement "
+                "JOIN run ON run.id = measurement.run "
+                f"WHERE {where} AND status = 'ok' AND path != 'mlx' AND ratio IS NOT NULL "
+                "ORDER BY ratio DESC, measurement.id LIMIT 1",
+                [*row.bucket, device.key, row.kernel, row.mlx, row.system],
+            ).fetchone()
+            return Plan(*found) if found else None
+
+    def _rows(self, where: str, values: Sequence[object]) -> list[Row]:
+        order = ", ".join((*BUCKET_COLUMNS, "run"))
+        with self._sound(_REBUILD):
+            found = self._db.execute(f"{_SELECT_PLANS} WHERE {where} ORDER BY {order}", values)
             return [checked_row(row) for row in found]
 
-    def tuned(self, device: Device, kernel: str, mlx: str) -> list[Row]:
-        """Winners of a device that were found with this kernel and this MLX."""
-        return [r for r in self.plans(device.key) if (r.kernel, r.mlx) == (kernel, mlx)]
-
     def evidence(self, bucket: Bucket | None = None) -> list[dict[str, Any]]:
-        """Raw rows of `measurement` with their run's `device`, `kernel` and `mlx`, oldest first."""
-        where = " AND ".join(f"{name} = ?" for name in BUCKET_COLUMNS) if bucket else "1"
+        """Raw rows of `measurement` with their run's device and versions, oldest first."""
+        where = _OF_BUCKET if bucket else "1"
         with self._clear_errors():
             found = self._db.query(
-                "SELECT measurement.*, run.device, run.kernel, run.mlx FROM measurement "
-                f"JOIN run ON run.id = measurement.run WHERE {where} ORDER BY measurement.id",
+                "SELECT measurement.*, run.device, run.kernel, run.mlx, run.system "
+                "FROM measurement JOIN run ON run.id = measurement.run "
+                f"WHERE {where} ORDER BY measurement.id",
                 list(bucket or ()),
             )
             return list(found)
@@ -272,7 +284,7 @@ class Store:
                 "ok": not problems,
                 "problems": problems,
                 "schema": SCHEMA_VERSION,
-                "rows": {name: self._db.table(name).count for name in TABLES},
+                "rows": {name: self._db.table(name).count for name in schema.TABLES},
             }
 
     def _malformed(self) -> Iterator[str]:
@@ -284,7 +296,7 @@ class Store:
                 yield f"{error}: {_MEND}"
         for row in self._db.query("SELECT * FROM measurement"):
             try:
-                _measurement(row)
+                measurement_of(row)
             except ValueError as error:
                 yield f"{error}: {_MEND}"
         for row in self._db.execute(_SELECT_PLANS):
@@ -295,10 +307,9 @@ class Store:
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _connect(self, there: bool) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Connection:
         """Ready for writing where that is possible, else for reading."""
-        folder = Path(os.path.realpath(self.path)).parent  # SQLite's side files lie there
-        if there and not all(os.access(each, os.W_OK) for each in (self.path, folder)):
+        if not self.writable:
             return self._read_only()
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return sqlite3.connect(self.path, timeout=LOCK_WAIT_S)
@@ -309,37 +320,47 @@ class Store:
         except ValueError as error:
             raise StoreError(f"cannot use the database {self.path}: {error}") from error
 
-    def _migrate(self, create: bool) -> None:
-        """Make the tables of an empty file."""
-        if not create:
+    def _migrate(self, create: bool, upgrade: bool) -> None:
+        """Make the tables of an empty file; carry older ones on."""
+        version = self._version()
+        if version == SCHEMA_VERSION:
+            return
+        if version == 0 and not create:
             raise StoreError(f"{self.path} holds no tuning data: run mla-tune")
+        if version and not (self.writable and (create or upgrade)):
+            raise StoreError(
+                f"{self.path} has schema {version}, this mla-tuner uses {SCHEMA_VERSION}: "
+                f"{_UPGRADE}, where it can be written"
+            )
         self._enable_wal()  # not possible within a transaction
         with self._write() as db:
-            if not self._is_current():  # another process may have migrated while we waited
+            if self._version() != SCHEMA_VERSION:  # another process may have been faster
                 migrations.apply(db)
+                with suppress(StoreError), db.atomic():  # else the copied winners stay
+                    self._rebuild()
 
     def _enable_wal(self) -> None:
         """Switching needs the file alone and does not wait; whoever comes second finds it done."""
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA journal_mode = WAL").fetchone()
 
-    def _is_current(self) -> bool:
-        """Whether the file has this version's tables; False for an empty one."""
+    def _version(self) -> int:
+        """Schema of the file's tables; 0 for an empty file."""
         # Names before the version: another process may create both, at once, in between.
         names = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master")}
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         if version > SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} has schema {version}, this mla-tuner writes {SCHEMA_VERSION}: "
                 "update mla-tuner, or name another file with --db"
             )
-        if version == SCHEMA_VERSION and names.issuperset(TABLES):
-            return True
+        if version > 0 and names.issuperset(schema.TABLES):
+            return version
         if names:
             raise StoreError(
                 f"{self.path} is the database of another program: name another file with --db"
             )
-        return False
+        return 0
 
     @contextmanager
     def _write(self) -> Iterator[Database]:
@@ -369,116 +390,78 @@ class Store:
         except ValueError as error:
             raise StoreError(f"malformed data in {self.path} ({error}): {cure}") from error
 
-    def _derive_plan(
-        self, run: int, bucket: Bucket, duel: Sequence[Measurement], at: str
-    ) -> Row | None:
-        found = verdict(duel)
-        if found is None:
+    def _derive_plan(self, run: int, bucket: Bucket) -> Row | None:
+        """Store the winner that a run's evidence on a bucket makes; its last verdict holds."""
+        found = self._db.query(
+            f"SELECT * FROM measurement WHERE {_OF_BUCKET} AND run = ? AND stage != 'cut' "
+            "ORDER BY id",
+            [*bucket, run],
+        )
+        rows = list(found)  # sqlite_utils' first upsert fails beside an open cursor
+        measured = [measurement_of(row) for row in rows]
+        stage = next(row["stage"] for row in reversed(rows) if row["stage"] != "search")
+        duel = [m for row, m in zip(rows, measured, strict=True) if row["stage"] == stage]
+        decided = verdict(duel) if stage == "duel" else _refuted(duel)
+        if decided is None:
             return None
-        best, reason = found
-        device, kernel, mlx, _ = self._identity(run)
+        best, reason = decided
+        device, kernel, mlx, system, _ = self._identity(run)
         times = (best.median_us or 0.0, best.ratio or 1.0, best.ratio_low, best.ratio_high)
-        values = (*bucket, *vars(best.plan).values(), *times, at[:10], kernel, mlx)
+        versions = (rows[-1]["at"][:10], kernel, mlx, system)
+        speedups = (_best_speedup(measured, path) for path in ("single", "split"))
+        values = (*bucket, *vars(best.plan).values(), *times, *versions, *speedups)
         row = checked_row(values)
         named = {"device": device, **dict(zip(ROW_COLUMNS, values, strict=True))}
-        self._db.table("plan").upsert({**named, "reason": reason, "run": run}, pk=_KEY)
+        named |= {"stage": stage, "reason": reason, "run": run}
+        self._db.table("plan").upsert(named, pk=schema.KEY)
         return row
 
     def _derive_threshold(self, run: int, bucket: Bucket) -> None:
-        device, kernel, mlx, cores = self._identity(run)
-        family = bucket._replace(context=0)
-        winners = {
-            row.bucket: row.plan
-            for row in self.plans(device)
-            if (row.bucket._replace(context=0), row.kernel, row.mlx) == (family, kernel, mlx)
-        }
-        found = threshold(winners, cores)
-        named = {"device": device, **family._asdict(), "kernel": kernel, "mlx": mlx}
-        self._db.table("threshold").upsert({**named, **vars(found)}, pk=_KEY)
+        """Store the threshold that a run's versions leave to all contexts of a bucket."""
+        device, kernel, mlx, system, cores = self._identity(run)
+        key = {"device": device, **bucket._replace(context=0)._asdict()}
+        key |= {"kernel": kernel, "mlx": mlx, "system": system}
+        same = {name: value for name, value in key.items() if name != "context"}
+        rows = self._rows(" AND ".join(f"{name} = ?" for name in same), list(same.values()))
+        speedups = {row.bucket: (row.single_speedup, row.split_speedup) for row in rows}
+        found = threshold({row.bucket: row.plan for row in rows}, cores, speedups)
+        self._db.table("threshold").upsert({**key, **vars(found)}, pk=schema.KEY)
 
-    def _identity(self, run: int) -> tuple[str, str, str, int | None]:
-        """Device key, kernel, MLX and core count of a run.
+    def _identity(self, run: int) -> tuple[str, str, str, str, int | None]:
+        """Device key, kernel, MLX, system and core count of a run.
 
         Raises:
             ValueError: the run or its device is missing or malformed.
         """
         found = self._db.query(
-            "SELECT device, kernel, mlx, cores FROM run JOIN device ON key = device WHERE id = ?",
+            "SELECT device, kernel, mlx, system, cores FROM run JOIN device ON key = device "
+            "WHERE id = ?",
             [run],
         )
         row = next(found, None)
         if row is None:
             raise ValueError(f"run {run} or its device is missing")
         try:
-            _expect(row, ("device", "kernel", "mlx"), str)
-            _expect(row, ("cores",), int, NoneType)
+            expect(row, ("device", "kernel", "mlx", "system"), str)
+            expect(row, ("cores",), int, NoneType)
         except ValueError as error:
             raise ValueError(f"run {run}: {error}") from error
-        return row["device"], row["kernel"], row["mlx"], row["cores"]
+        return row["device"], row["kernel"], row["mlx"], row["system"], row["cores"]
+
+
+def _refuted(duel: Sequence[Measurement]) -> tuple[Measurement, str]:
+    """What a duel leaves that showed a stored plan to be wrong, or slower than `mlx`."""
+    rival = next(m for m in duel if m.plan != MLX)
+    default = next((m for m in duel if m.plan == MLX), Measurement(rival.shape, MLX))
+    ratio = "" if rival.ratio is None else f"{rival.ratio:.3g}x mlx"
+    return default, f"{rival.plan} did not hold: {rival.message or ratio}"
+
+
+def _best_speedup(measured: Sequence[Measurement], path: str) -> float | None:
+    """Of the best plan of a path; of one measured more than once, the last time counts."""
+    last = {m.plan: m.ratio for m in measured if m.plan.path == path and m.status == "ok"}
+    return max((ratio for ratio in last.values() if ratio is not None), default=None)
 
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True, default=str)
-
-
-# What the columns of `measurement` must hold: SQLite takes any value in any column.
-_TEXTS = ("at", "dtype", "layout", "path", "tile", "status", "message", "samples_us")
-_INTEGERS = (*(name for name in BUCKET_COLUMNS if name not in _TEXTS), "partitions", "rounds")
-_NUMBERS = ("max_error", "median_us", "p10_us", "p90_us", "ratio", "ratio_low", "ratio_high")
-_MEASURED = ("status", "message", "rounds", *_NUMBERS)
-_KIND_NAMES = {str: "text", int: "an integer", float: "a number", NoneType: "NULL"}
-
-
-def _expect(row: Mapping[str, Any], columns: Sequence[str], *kinds: type) -> None:
-    for column in columns:
-        if type(row[column]) not in kinds:
-            names = " or ".join(_KIND_NAMES[kind] for kind in kinds)
-            got = reprlib.repr(row[column])
-            raise ValueError(f"expected column {column} as {names}; got {got}")
-
-
-def _evidence(bucket: Bucket, measurement: Measurement) -> dict[str, Any]:
-    return {
-        **bucket._asdict(),
-        **vars(measurement.plan),
-        **{name: getattr(measurement, name) for name in _MEASURED},
-        "samples_us": _json([float(f"{sample:.5g}") for sample in measurement.samples_us]),
-        "executed": str(measurement.executed) if measurement.executed else None,
-    }
-
-
-def _measurement(row: Mapping[str, Any]) -> Measurement:
-    """One row of evidence.
-
-    Raises:
-        ValueError: one line that names the row and what is wrong with it.
-    """
-    try:
-        _expect(row, _TEXTS, str)
-        _expect(row, _INTEGERS, int)
-        _expect(row, _NUMBERS, int, float, NoneType)
-        if row["status"] not in STATUSES:
-            raise ValueError(f"expected column status in {STATUSES}; got {row['status']!r}")
-        samples = json.loads(row["samples_us"])
-        if not (isinstance(samples, list) and all(type(x) in (int, float) for x in samples)):
-            raise ValueError("expected column samples_us as a list of numbers")
-        return Measurement(
-            shape=_bucket(row).shape,
-            plan=Plan(row["path"], row["partitions"], row["tile"]),
-            samples_us=tuple(samples),
-            **{name: row[name] for name in _MEASURED},
-        )
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"measurement {row['id']}: {error}") from error
-
-
-def _bucket(row: Mapping[str, Any]) -> Bucket:
-    return Bucket(*_bucket_values(row))
-
-
-def _bucket_values(row: Mapping[str, Any]) -> list[Any]:
-    return [row[name] for name in BUCKET_COLUMNS]

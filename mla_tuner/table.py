@@ -22,14 +22,19 @@ from .errors import StoreError
 from .plan import Plan
 from .shapes import Bucket
 
-SCHEMA_VERSION = 1  # of the tables that `store` writes; a newer file is not read
+SCHEMA_VERSION = 2  # of the tables that `store` writes; a newer file is not read
 LOCK_WAIT_S = 1.0  # a reader meets a lock only while another process repairs a crashed file
 
 log = logging.getLogger("mla_tuner")
 
 
 class Row(NamedTuple):
-    """A stored winner. Times in microseconds; `speedup` is against `mlx`; `day` is ISO, UTC."""
+    """A stored winner. Times in microseconds; speed-ups are over `mlx`; `day` is ISO, UTC.
+
+    `kernel`, `mlx` and `system` (OS and driver, "" unknown) are what it was measured with.
+    `single_speedup` and `split_speedup` are those of the best plan of that path, None where none
+    was measured.
+    """
 
     bucket: Bucket
     plan: Plan
@@ -40,6 +45,14 @@ class Row(NamedTuple):
     day: str
     kernel: str
     mlx: str
+    system: str = ""
+    single_speedup: float | None = None
+    split_speedup: float | None = None
+
+    def counts(self, kernel: str, mlx: str, system: str) -> bool:
+        """Whether it was measured with these versions. An unknown system differs from none."""
+        same_system = not system or not self.system or system == self.system
+        return same_system and (self.kernel, self.mlx) == (kernel, mlx)
 
 
 # Columns of the table `plan` that make a Row; `store` writes the same list.
@@ -47,7 +60,8 @@ BUCKET_COLUMNS = Bucket._fields
 ROW_COLUMNS = (
     *BUCKET_COLUMNS,
     *("path", "partitions", "tile"),
-    *("median_us", "speedup", "speedup_low", "speedup_high", "day", "kernel", "mlx"),
+    *("median_us", "speedup", "speedup_low", "speedup_high", "day", "kernel", "mlx", "system"),
+    *("single_speedup", "split_speedup"),
 )
 
 
@@ -69,7 +83,10 @@ def default_path() -> Path:
 
 
 def read_rows(path: Path, device: Device) -> list[Row]:
-    """Every stored winner of a device; empty, with one log line, where the file can't be used."""
+    """Every stored winner of a device, of all versions, in the order they were found in.
+
+    Empty, with one log line, where the file can't be used.
+    """
     try:
         kind = FILE_KINDS.get(stat.S_IFMT(path.stat().st_mode))
         if kind:
@@ -112,10 +129,19 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 def _select(connection: sqlite3.Connection, device_key: str) -> list[Row]:
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version != SCHEMA_VERSION:
-        raise ValueError(f"its schema is {version}, this version reads {SCHEMA_VERSION}")
+        raise ValueError(_other_schema(version))
     columns = ", ".join(ROW_COLUMNS)
-    found = connection.execute(f"SELECT {columns} FROM plan WHERE device = ?", [device_key])
+    found = connection.execute(
+        f"SELECT {columns} FROM plan WHERE device = ? ORDER BY run", [device_key]
+    )
     return [checked_row(values) for values in found]
+
+
+def _other_schema(version: int) -> str:
+    if version == 0:
+        return "it holds no tuning data"
+    cure = "`mla-tune db rebuild`" if version < SCHEMA_VERSION else "a newer mla-tuner"
+    return f"its schema is {version}, this version reads {SCHEMA_VERSION}: that takes {cure}"
 
 
 def checked_row(values: Sequence[Any]) -> Row:
@@ -155,12 +181,11 @@ def _is_amount_or_null(value: object) -> bool:
 
 
 # What each column must hold: SQLite takes any value in any column.
-_TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx")
+_TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx", "system")
+_OR_NULL = ("speedup_low", "speedup_high", "single_speedup", "split_speedup")
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys((*BUCKET_COLUMNS, "partitions"), ("an integer", _is_count)),
     **dict.fromkeys(_TEXTS, ("printable text", _is_text)),
     **dict.fromkeys(("median_us", "speedup"), ("a number of 0 or more", _is_amount)),
-    **dict.fromkeys(
-        ("speedup_low", "speedup_high"), ("a number of 0 or more, or NULL", _is_amount_or_null)
-    ),
+    **dict.fromkeys(_OR_NULL, ("a number of 0 or more, or NULL", _is_amount_or_null)),
 }

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import astuple, dataclass, field
 from itertools import product
 from typing import Protocol
 
 import optuna
 
-from . import backends
+from . import backends, recheck
 from . import device as devices
 from .candidates import candidates
+from .conditions import settle
 from .device import Device
-from .errors import BudgetError
+from .errors import BudgetError, DeviceError
 from .evidence import Measurement, finalist
-from .measure import DUEL, SEARCH, Effort, LiveRunners, Runner, Runners, machine_lock, measure
+from .live import IsolatedRunners
+from .measure import DUEL, SEARCH, Effort, Runner, Runners, machine_lock, measure, one_line
 from .plan import MLX, Plan
+from .recheck import Versions
 from .shapes import DEEPSEEK, DTYPES, MAX_PARTITIONS, Bucket, Geometry, Shape
 from .store import Store
 from .table import Row
@@ -30,6 +33,7 @@ GROUP = 12  # plans that TPE proposes at a time, to be measured side by side
 GROUPS = 4
 SEARCH_SHARE = 0.6  # of the time left may go to the search; the final duel needs the rest
 TRIAL_CONTEXT = 1024  # tokens of the trial that tells how fast `mlx` is before anything is tuned
+SIGN_OF_LIFE = Shape(64, 1, 1, "float32")  # what any device can run, if anything
 CALLS = 10  # calls of `mlx` that a bucket costs: a check, two search rounds, six of the duel, slack
 
 
@@ -41,6 +45,13 @@ class RunStarted:
     budget_s: float
     total: int
     days: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The machine is not fit for timing yet; `reason` is one sentence."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -78,18 +89,23 @@ class BucketSkipped:
     reason: str
 
 
-Event = RunStarted | BucketStarted | CandidateMeasured | BucketTuned | BucketSkipped
+Event = RunStarted | Waiting | BucketStarted | CandidateMeasured | BucketTuned | BucketSkipped
 
 
 @dataclass
 class Summary:
-    """What a run did. Reasons are one sentence each."""
+    """What a run did. Reasons are one sentence each.
+
+    `dropped` rounds did not count because `mlx` drifted; `paused_s` is the time waited for that.
+    """
 
     tuned: list[Row] = field(default_factory=list)
     skipped_known: list[Bucket] = field(default_factory=list)
     not_reached: list[tuple[Bucket, str]] = field(default_factory=list)
     failed: list[tuple[Bucket, str]] = field(default_factory=list)
     seconds: float = 0.0
+    dropped: int = 0
+    paused_s: float = 0.0
 
 
 def default_buckets(
@@ -129,6 +145,7 @@ def tune(
     progress: Callable[[Event], None] | None = None,
     runners: Runners | None = None,
     seed: int = 0,
+    force: bool = False,
 ) -> Summary:
     """Measure and store the winner of each bucket in turn, as far as the budget goes.
 
@@ -137,16 +154,28 @@ def tune(
     Everything about a bucket is stored in one transaction when it is finished: an interrupt or kill
     loses the bucket in flight only.
 
-    runners: makes what is measured; the device itself by default.
+    runners: makes what is measured; the device itself by default, and then the machine must be in
+    a state fit for timing. force: it need not.
 
     Raises:
         BudgetError: the budget ended before a single bucket was finished; its evidence is kept.
-        BusyError: another process is tuning.
+        BusyError: another process is tuning, or the machine is not fit for timing.
+        DeviceError: nothing runs on the device any more; what was found out is stored.
         StoreError: the database refused; what was stored before is kept.
     """
-    with machine_lock():
-        run = _Run(store, device, budget_s, runners or LiveRunners(device), seed, progress)
-        run.tune(list(dict.fromkeys(buckets)))
+    tell = progress or (lambda event: None)
+
+    def state() -> dict[str, object]:
+        if runners is not None or budget_s <= 0:  # this machine is not what is timed
+            return {}
+        return settle(device, force=force, tell=lambda reason: tell(Waiting(reason)))
+
+    with ExitStack() as stack:
+        stack.enter_context(machine_lock())
+        made = runners or stack.enter_context(IsolatedRunners(device))
+        run = _Run(store, device, made, seed, tell)
+        options = {"budget_s": budget_s, "seed": seed, "force": force}
+        run.tune(list(dict.fromkeys(buckets)), budget_s, options, state)
     summary = run.summary
     if summary.not_reached and not (summary.tuned or summary.skipped_known or summary.failed):
         bucket, reason = summary.not_reached[0]
@@ -164,86 +193,140 @@ class _Run:
         self,
         store: Store,
         device: Device,
-        budget_s: float,
         runners: Runners,
         seed: int,
-        progress: Callable[[Event], None] | None,
+        tell: Callable[[Event], None],
     ) -> None:
         self.store, self.device, self.runners, self.seed = store, device, runners, seed
-        self.budget_s = budget_s
-        self.tell = progress or (lambda event: None)
+        self.tell = tell
         self.backend = backends.get(device.backend)
+        self.software = devices.software()
+        self.versions = Versions.of(self.backend.digest(), self.software)
         self.summary = Summary()
         self.costs = _Costs(runners)
 
-    def tune(self, buckets: Sequence[Bucket]) -> None:
+    def tune(
+        self,
+        buckets: Sequence[Bucket],
+        budget_s: float,
+        options: Mapping[str, object],
+        state: Callable[[], Mapping[str, object]],
+    ) -> None:
+        """`state` gives the conditions for the record, or refuses them."""
         started = self.runners.now()
-        deadline = started + self.budget_s
-        software, kernel = devices.software(), self.backend.digest()
-        known = {row.bucket: row for row in self.store.tuned(self.device, kernel, software["mlx"])}
+        deadline = started + budget_s
+        count = self.store.tuned(self.device, *astuple(self.versions))
+        known = {row.bucket: row for row in count}
         self.summary.skipped_known = [bucket for bucket in buckets if bucket in known]
         wanted = [bucket for bucket in buckets if bucket not in known]
         days = tuple(known[bucket].day for bucket in self.summary.skipped_known)
-        self.tell(RunStarted(self.device, self.budget_s, len(buckets), days))
+        self.tell(RunStarted(self.device, budget_s, len(buckets), days))
         if not wanted:
             return
         run = self.store.start_run(
             self.device,
-            kernel=kernel,
-            software={**software, "optuna": optuna.__version__},
-            options={"budget_s": self.budget_s, "seed": self.seed, "buckets": len(wanted)},
-            conditions=devices.conditions(),
+            kernel=self.versions.kernel,
+            software={**self.software, "optuna": optuna.__version__},
+            options={**options, "buckets": len(wanted)},
+            conditions=state(),
         )
+        before = {row.bucket: row for row in recheck.stale(self.store, self.device, self.versions)}
         for number, bucket in enumerate(wanted, 1):
-            left = deadline - self.runners.now()
-            estimate = self.costs.estimate(bucket.shape) if left > 0 else 0.0
+            left, old = deadline - self.runners.now(), before.get(bucket)
+            estimate = self._estimate(bucket, old) if left > 0 else 0.0
             if left <= 0:
                 self._pass_over(bucket, "the budget was used up")
             elif estimate > left:
                 self._pass_over(bucket, f"needs about {estimate:.0f} s, {left:.0f} s are left")
             else:
                 self.tell(BucketStarted(bucket, number, len(wanted), estimate))
-                self._bucket(run, bucket, left)
+                self._bucket(run, bucket, old, deadline)
         self.summary.seconds = self.runners.now() - started
 
-    def _bucket(self, run: int, bucket: Bucket, left_s: float) -> None:
+    def _estimate(self, bucket: Bucket, old: Row | None) -> float:
+        return recheck.seconds(old) if old else self.costs.estimate(bucket.shape)
+
+    def _bucket(self, run: int, bucket: Bucket, old: Row | None, deadline: float) -> None:
         started = self.runners.now()
-        runner = self.runners(bucket.shape, self.seed)
-        search, rival = self._search(bucket, runner, started + SEARCH_SHARE * left_s)
+        row = self._revalidated(run, old, deadline) if old else None
+        failure = None
+        if row is None:
+            search_started = self.runners.now()
+            row, failure = self._tuned(run, bucket, deadline)
+            if row:
+                self.costs.add(bucket.shape, self.runners.now() - search_started)
+        if row:
+            self.summary.tuned.append(row)
+            self.tell(BucketTuned(bucket, row, self.runners.now() - started))
+        elif failure:
+            self._fail(bucket, failure)
+        else:
+            self._pass_over(bucket, "the budget ended before its verdict")
+
+    def _revalidated(self, run: int, old: Row, deadline: float) -> Row | None:
+        """The winner of other versions, if it still wins; None: it must be found anew."""
+        budget_s = min(recheck.seconds(old), deadline - self.runners.now())
+        runner = self.runners(old.bucket.shape, self.seed)
+        return recheck.revalidate(
+            *(self.store, run, self.device, old, self.versions), runner=runner, budget_s=budget_s
+        )
+
+    def _tuned(
+        self, run: int, bucket: Bucket, deadline: float
+    ) -> tuple[Row | None, Measurement | None]:
+        """The winner, or the measurement of `mlx` that leaves no hope of one; neither: no time."""
+        now = self.runners.now()
+        search, rival = self._search(bucket, now + SEARCH_SHARE * (deadline - now))
         default = search[0]
         duel: list[Measurement] = []
         if default.status == "ok" and not any(m.status == "timeout" for m in search):
-            if rival is None:  # nothing can win: what `mlx` showed in the search is the verdict
-                search, duel = search[1:], [default]
-            else:
-                duel = self._measure(bucket, runner, [MLX, rival], started + left_s, DUEL)
+            if rival is None and not any(m.status == "error" for m in search):
+                search, duel = search[1:], [default]  # nothing can win: that is the verdict
+            else:  # where others failed, `mlx` must show that the device was not the cause
+                with self.runners.fresh(bucket.shape, self.seed) as alone:
+                    plans = [MLX, rival] if rival else [MLX]
+                    duel = self._measure(bucket, alone, plans, deadline, DUEL)
+                default = duel[0]
         row = self.store.record(run, bucket, search, duel)
-        seconds = self.runners.now() - started
-        if row:
-            self.costs.add(bucket.shape, seconds)
-            self.summary.tuned.append(row)
-            self.tell(BucketTuned(bucket, row, seconds))
-        elif default.status in ("wrong", "error"):
-            reason = f"mlx itself failed: {default.message}"
-            self.summary.failed.append((bucket, reason))
-            self.tell(BucketSkipped(bucket, reason))
-        else:
-            self._pass_over(bucket, "the budget ended before its verdict")
+        return row, default if default.status in ("wrong", "error") else None
+
+    def _fail(self, bucket: Bucket, default: Measurement) -> None:
+        """`mlx` failed, and is stored so. The next bucket may do, unless nothing does any more.
+
+        Raises:
+            DeviceError: not even the smallest call works.
+        """
+        reason = f"mlx itself failed: {default.message}"
+        self.summary.failed.append((bucket, reason))
+        self.tell(BucketSkipped(bucket, reason))
+        cause = self._death() if default.status == "error" else None
+        if cause:
+            raise DeviceError(
+                f"{self.device.key} stopped working ({cause}); finished buckets are stored"
+            )
+
+    def _death(self) -> str | None:
+        """Why not even a tiny call of `mlx` works on the device; None if it does."""
+        try:
+            seconds, _ = self.runners(SIGN_OF_LIFE, self.seed).sample(MLX, 1)
+        except Exception as error:  # whatever a device dies of
+            return one_line(error)
+        return None if math.isfinite(seconds) and seconds > 0 else f"the clock gave {seconds} s"
 
     def _pass_over(self, bucket: Bucket, reason: str) -> None:
         self.summary.not_reached.append((bucket, reason))
         self.tell(BucketSkipped(bucket, reason))
 
-    def _search(
-        self, bucket: Bucket, runner: Runner, deadline: float
-    ) -> tuple[list[Measurement], Plan | None]:
+    def _search(self, bucket: Bucket, deadline: float) -> tuple[list[Measurement], Plan | None]:
         """Measurements of the candidates, `mlx` first, and the plan that should meet it again."""
+        runner = self.runners(bucket.shape, self.seed)
         plans = candidates(bucket, self.device, self.backend)[1:]
         few = len(plans) <= EXHAUSTIVE
         proposals: _Proposals = _Grid(plans, self.seed) if few else _Tpe(plans, self.seed)
         measured: list[Measurement] = []
         best: list[Plan] = []
-        while group := [plan for plan in proposals.ask() if plan not in best]:
+        group = proposals.ask()
+        while not measured or group:  # `mlx` is measured even where it is alone
             found = self._measure(bucket, runner, [MLX, *best, *group], deadline, SEARCH)
             measured += found
             proposals.tell(found)
@@ -251,21 +334,24 @@ class _Run:
             best = [leader.plan] if leader else []
             if found[0].status != "ok":
                 break
+            group = [plan for plan in proposals.ask() if plan not in best]
         return measured, best[0] if best else None
 
     def _measure(
         self, bucket: Bucket, runner: Runner, plans: list[Plan], deadline: float, effort: Effort
     ) -> list[Measurement]:
-        return measure(
+        found = measure(
             bucket.shape,
             plans,
-            device=self.device,
             budget_s=deadline - self.runners.now(),
             seed=self.seed,
             runner=runner,
             progress=lambda measurement: self.tell(CandidateMeasured(bucket, measurement)),
             effort=effort,
         )
+        self.summary.dropped += found[0].dropped
+        self.summary.paused_s += found[0].paused_s
+        return found
 
 
 class _Costs:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import mlx.core as mx
 
@@ -15,18 +14,16 @@ from . import backends
 from .backends import Backend
 from .candidates import pieces
 from .cases import Case, Check, check, conformance_subset
-from .device import MLX_VERSION, Device, conditions, software
-from .evidence import Measurement
-from .measure import LiveRunners, machine_lock, measure
+from .conditions import settle
+from .device import Device, software
+from .live import LiveRunners
+from .measure import machine_lock
 from .ops import last_run, mla_decode
 from .overview import kernels, native
 from .plan import MLX, Plan
+from .recheck import PlanCheck, Versions, keep, recheck, seconds, stale, tells
 from .store import Store, exists
 from .table import Row
-
-MIN_SECONDS = 2.0  # for one plan: its inputs, the check against float64, and short rounds
-ROUNDS = 8  # enough for an interval, with some to drop
-Result = Literal["ok", "undecided", "slower", "wrong"]
 
 
 @dataclass(frozen=True)
@@ -41,21 +38,6 @@ class KernelCheck:
     reason: str
 
 
-@dataclass(frozen=True)
-class PlanCheck:
-    """One stored plan, timed again beside `mlx`."""
-
-    row: Row
-    result: Result
-    measurement: Measurement | None
-
-    @property
-    def settled(self) -> bool:
-        """Whether this is enough for a verdict: with too few rounds, `mlx` would win by default."""
-        known = self.measurement is not None and self.measurement.ratio_low is not None
-        return known or self.result == "wrong"
-
-
 def verify(
     device: Device, db: Path, budget_s: float, progress: Callable[[str], None]
 ) -> tuple[list[KernelCheck], list[PlanCheck], int]:
@@ -68,7 +50,7 @@ def verify(
     progress("checking every kernel variant")
     if not exists(db):
         return check_kernels(backend), [], 0
-    with Store(db, create=False) as store:
+    with Store(db, create=False, upgrade=True) as store:
         checked = check_kernels(backend)
         left = budget_s - (time.monotonic() - started)
         return checked, *check_plans(store, device, backend, budget_s=left, progress=progress)
@@ -145,50 +127,52 @@ def check_plans(
     budget_s: float,
     progress: Callable[[str], None],
 ) -> tuple[list[PlanCheck], int]:
-    """Time stored plans beside `mlx` until `budget_s` is used; the results, and how many were left.
+    """Time stored winners beside `mlx` until `budget_s` is used; results, and how many are left.
 
-    Plans found with another MLX release come first. What is measured of them becomes evidence for
-    this release, so those that pass count from then on. At least one plan is timed, the cheapest
-    where none fits.
+    First those of another MLX, OS or driver, then those of an unknown one; what passes counts for
+    this one from then on. Then a sample of those that count already. One that is wrong, or slower
+    than `mlx`, counts no longer. At least one is timed, the cheapest where none fits. No times are
+    stored from a machine that is not fit for timing, and nothing in a file that can't be written.
     """
     end = time.monotonic() + budget_s
-    kernel, runners = backend.digest(), LiveRunners(device)
-    wanted = _wanted(store, device, kernel)
-    rows = [row for row in wanted if _seconds(row) <= budget_s] or sorted(wanted, key=_seconds)[:1]
+    versions = software()
+    here, runners = Versions.of(backend.digest(), versions), LiveRunners(device)
+    wanted = _wanted(store, device, here)
+    rows = [row for row in wanted if seconds(row) <= budget_s] or sorted(wanted, key=seconds)[:1]
     found: list[PlanCheck] = []
     run = None
     with machine_lock():
+        state = settle(device, force=True) if rows else {}
+        unfit = str(state.get("forced", ""))
         for row in rows:
-            seconds = _seconds(row)
-            if found and time.monotonic() + seconds > end:
+            needed = seconds(row)
+            if found and time.monotonic() + needed > end:
                 continue
             progress(f"timing {row.plan} on {row.bucket}")
-            shape, plans = row.bucket.shape, [MLX, row.plan]
-            duel = measure(shape, plans, device=device, budget_s=seconds, runner=runners(shape, 0))
-            checked = PlanCheck(row, *_judge(duel))
-            found.append(checked)
-            if row.mlx != MLX_VERSION and checked.settled:
-                run = run or _start_run(store, device, kernel)
-                store.record(run, row.bucket, (), duel)
+            runner = runners(row.bucket.shape, 0)
+            check, duel = recheck(store, device, row, here, runner=runner, budget_s=needed)
+            why = unfit if check.result != "wrong" else ""  # no load makes a result wrong
+            why = why if store.writable else "the database can't be written"
+            if why and tells(check, here):
+                check = replace(check, note=f"not stored, as {why}")
+            elif tells(check, here):
+                run = run or _start_run(store, device, here, versions, state)
+                check = keep(store, run, check, duel)
+            found.append(check)
     return found, len(wanted) - len(found)
 
 
-def _wanted(store: Store, device: Device, kernel: str) -> list[Row]:
-    """Stored plans worth timing: first those that only another MLX release keeps from counting."""
-    rows = [row for row in store.plans(device.key) if row.kernel == kernel and row.plan != MLX]
-    known = {row.bucket for row in store.tuned(device, kernel, MLX_VERSION)}
-    stale = _newest(row for row in rows if row.bucket not in known)
-    return stale + _spread([row for row in rows if row.mlx == MLX_VERSION])
-
-
-def _seconds(row: Row) -> float:
-    """Time that an interval on this row takes, from its own times."""
-    return MIN_SECONDS + ROUNDS * row.median_us * (1 + row.speedup) / 1e6
-
-
-def _newest(rows: Iterable[Row]) -> list[Row]:
-    """One row a bucket: several MLX releases may have left theirs."""
-    return list({row.bucket: row for row in sorted(rows, key=lambda row: row.day)}.values())
+def _wanted(store: Store, device: Device, here: Versions) -> list[Row]:
+    """Stored winners worth timing, the most useful first. `mlx` can't be slower than itself."""
+    count = store.tuned(device, here.kernel, here.mlx, here.system)
+    unsure = [row for row in count if not here.same(row)]
+    sure = [row for row in count if here.same(row) and row.plan != MLX]
+    first = [
+        row
+        for row in (*stale(store, device, here), *unsure)
+        if row.plan != MLX or store.rival(device, row)
+    ]
+    return [*first, *_spread(sure)]
 
 
 def _spread(rows: list[Row]) -> list[Row]:
@@ -201,22 +185,17 @@ def _spread(rows: list[Row]) -> list[Row]:
     return [rows[i] for i in order]
 
 
-def _judge(duel: Sequence[Measurement]) -> tuple[Result, Measurement | None]:
-    rival = next((m for m in duel if m.plan != MLX), None)
-    if rival is not None and rival.status in ("wrong", "error"):
-        return "wrong", rival
-    if rival is None or rival.ratio_low is None or rival.ratio_high is None:
-        return "undecided", rival
-    if rival.ratio_high < 1.0:
-        return "slower", rival
-    return ("ok" if rival.ratio_low > 1.0 else "undecided"), rival
-
-
-def _start_run(store: Store, device: Device, kernel: str) -> int:
+def _start_run(
+    store: Store,
+    device: Device,
+    here: Versions,
+    versions: Mapping[str, str],
+    state: Mapping[str, object],
+) -> int:
     return store.start_run(
         device,
-        kernel=kernel,
-        software=software(),
+        kernel=here.kernel,
+        software=versions,
         options={"command": "verify"},
-        conditions=conditions(),
+        conditions=state,
     )

@@ -8,16 +8,43 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from fakes import FakeBackend, FakeRunners
 
-from mla_tuner import backends, policy
+from mla_tuner import backends, bench, overview, policy, tuner, verify
+from mla_tuner import device as devices
+from mla_tuner.plan import MLX
+
+mx.set_default_device(mx.cpu)  # also where MLX would take a GPU: a test of another device says so
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("MLA_TUNER", "MLA_TUNER_THREADS"):
+    for name in ("MLA_TUNER", "MLA_TUNER_FROZEN", "MLA_TUNER_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLA_TUNER_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setattr(policy, "_current", None)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRunners:
+    """A CPU on which mlx takes 9 ms, other paths 1 ms, and split 1 ms over its partitions."""
+    runners = FakeRunners(lambda shape, plan: 9e-3 if plan == MLX else 1e-3 / plan.partitions)
+    for module, name in ((tuner, "Isolated"), (bench, "Live"), (verify, "Live")):
+        monkeypatch.setattr(module, f"{name}Runners", lambda device: runners)
+    monkeypatch.setattr(backends, "get", lambda name: FakeBackend(name=name))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
+    monkeypatch.setattr(devices, "use", lambda device: None)
+    monkeypatch.setattr(tuner, "settle", lambda device, **options: {})
+    return runners
+
+
+@pytest.fixture
+def no_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the kernel check to its own tests: a fake has no kernel."""
+    monkeypatch.setattr(verify, "conformance_subset", lambda backend: [])
+    monkeypatch.setattr(verify, "settle", lambda device, force: {})
+    for module in (verify, overview):
+        monkeypatch.setattr(module, "kernels", lambda backend: [])
 
 
 @pytest.fixture(scope="session")

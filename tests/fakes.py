@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ class FakeRunner:
     executed: Callable[[Plan], Plan | None] = lambda plan: plan
     seed: int = 0
     clock: float = 0.0
-    pauses: int = 0
+    paused: list[float] = field(default_factory=list)
     calls: list[Plan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class FakeRunner:
         return self.clock
 
     def pause(self, seconds: float) -> None:
-        self.pauses += 1
+        self.paused.append(seconds)
         self.clock += seconds
 
 
@@ -102,6 +103,7 @@ class FakeRunners:
     options: dict[str, Any] = field(default_factory=dict)
     last: FakeRunner | None = None
     made: list[Shape] = field(default_factory=list)
+    duels: list[Shape] = field(default_factory=list)
 
     def __call__(self, shape: Shape, seed: int) -> FakeRunner:
         self.made.append(shape)
@@ -114,6 +116,17 @@ class FakeRunners:
             **self.options,
         )
         return self.last
+
+    @contextmanager
+    def fresh(self, shape: Shape, seed: int) -> Iterator[FakeRunner]:
+        self.duels.append(shape)
+        yield self(shape, seed)
+
+    def __enter__(self) -> FakeRunners:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def now(self) -> float:
         return self.last.clock if self.last else 0.0

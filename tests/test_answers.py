@@ -10,6 +10,7 @@ from fakes import make_device
 
 from mla_tuner import answers
 from mla_tuner.plan import MLX, Decision, Plan
+from mla_tuner.policy import Step
 from mla_tuner.shapes import Geometry, Shape
 
 
@@ -22,6 +23,10 @@ def test_plan_has_exactly_the_promised_keys() -> None:
     ]
     assert answers.plan_of(answer) == decision.plan
     assert answers.plan_answer(Decision(MLX, "off", "off"), make_device())["speedup"] is None
+    steps = [Step("tuned", True, "because", ("a number",))]
+    assert json.loads(json.dumps(answers.plan_answer(decision, make_device(), steps)))["steps"] == [
+        {"step": "tuned", "answered": True, "reason": "because", "details": ["a number"]}
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,19 @@ from __future__ import annotations
 import pytest
 from fakes import FakeBackend, make_device
 
-from mla_tuner.candidates import candidates, partition_counts, piece_tokens, pieces, prior
+from mla_tuner.candidates import (
+    KAPPA,
+    busy,
+    candidates,
+    fill,
+    law,
+    partition_counts,
+    piece_tokens,
+    pieces,
+    prior,
+)
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.shapes import CONTEXT_GRID, MAX_PARTITIONS, Shape
+from mla_tuner.shapes import CONTEXT_GRID, MAX_PARTITIONS, Shape, bucket_of
 
 
 @pytest.mark.parametrize("cores", [1, 2, 8, 80, 132, None])
@@ -69,3 +79,23 @@ def test_prior_splits_a_long_context_on_an_idle_machine() -> None:
 def test_prior_leaves_a_busy_machine_alone() -> None:
     shape = Shape(1 << 17, 32, 128)
     assert candidates(shape.bucket, make_device(2), FakeBackend())[2].path == "single"
+
+
+@pytest.mark.parametrize(("context", "best"), [(2048, 32), (8192, 64), (32768, 128)])
+def test_the_law_gives_what_was_best_on_an_h200(context: int, best: int) -> None:
+    """Measured 2026-11-29, driver 580.159.04: 16 heads of bfloat16, batch 1, 132 cores."""
+    wanted = law(KAPPA, bucket_of(context, 1, 16, "bfloat16"), "r16", 132)
+    assert wanted == pytest.approx(best, rel=0.02)
+
+
+def test_fill_counts_the_last_wave_and_the_last_piece() -> None:
+    assert fill(32768, 8, 1, 8) == 1.0
+    assert fill(32768, 9, 1, 8) == pytest.approx(0.561, abs=1e-3)  # two waves of 3648 tokens
+    assert fill(32768, 4, 1, 8) == 0.5
+    assert fill(1000, 2, 1, 2) == pytest.approx(1000 / 1024)
+
+
+def test_busy_is_good_for_one_and_for_two_tasks_a_core() -> None:
+    assert busy(1 << 20, 16, 1, 8) == 1.0
+    assert busy(1 << 20, 8, 1, 8) == 0.5  # half of the places where cores take two
+    assert busy(1 << 20, 12, 1, 8) == pytest.approx(0.75, abs=0.01)

@@ -3,62 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import GRID, TUNE, answer, error, run
 from fakes import FakeBackend, FakeRunners, make_device
 
-from mla_tuner import __version__, backends, bench, cli, overview, tuner, verify
+from mla_tuner import __version__, backends
 from mla_tuner import device as devices
 from mla_tuner.measure import machine_lock
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.store import Store
-
-GRID = ["--contexts", "1k,4k", "--batches", "1", "--heads", "16"]
-TUNE = ["--budget", "1h", *GRID]
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRunners:
-    """A CPU on which mlx takes 9 ms, other paths 1 ms, and split 1 ms over its partitions."""
-    runners = FakeRunners(lambda shape, plan: 9e-3 if plan == MLX else 1e-3 / plan.partitions)
-    for module in (tuner, bench, verify):
-        monkeypatch.setattr(module, "LiveRunners", lambda device: runners)
-    monkeypatch.setattr(backends, "get", lambda name: FakeBackend(name=name))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
-    monkeypatch.setattr(devices, "use", lambda device: None)
-    return runners
 
 
 @pytest.fixture
 def db(tmp_path: Path) -> Path:
     """Where MLA_TUNER_DB points in every test."""
     return tmp_path / "tuning.db"
-
-
-def run(*args: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli.main, args)
-    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
-    return result
-
-
-def answer(*args: str, code: int = 0):
-    return json.loads(run(*args, "--json", code=code).stdout)
-
-
-def error(*args: str, code: int = 1) -> str:
-    """The error line of a failing command; nothing is on stdout."""
-    result = run(*args, code=code)
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert lines[-1].startswith("Error: ")
-    assert sum(line.startswith("Error: ") for line in lines) == 1
-    return lines[-1].removeprefix("Error: ")
 
 
 # --- tune --------------------------------------------------------------------------------------
@@ -83,10 +47,24 @@ def test_tune_resume_and_plan(fake: FakeRunners, db: Path) -> None:
     assert "tuned on this device" in text
 
 
+def test_plan_explains_each_step(fake: FakeRunners) -> None:
+    run(*TUNE)
+    shape = ("plan", "--context", "2k", "--heads", "16")
+    found = answer(*shape, "--explain")
+    assert "steps" not in answer(*shape)
+    (answered,) = [step for step in found["steps"] if step["answered"]]
+    assert (answered["step"], answered["reason"]) == (found["source"], found["reason"])
+    assert answered["step"] == "fitted"
+    assert "at 1024 (" in answered["details"][0]
+    text = run(*shape, "--explain").stdout
+    assert "fitted  answers: between tuned contexts 1024" in text
+    assert "- native wins from 1024" in text
+
+
 def test_tune_json(fake: FakeRunners, db: Path) -> None:
     found = answer(*TUNE)
     assert list(found) == [
-        *("device", "db", "seconds", "tuned", "already_tuned"),
+        *("device", "db", "seconds", "tuned", "already_tuned", "dropped_rounds", "paused_s"),
         *("plans", "not_reached", "failed", "continue"),
     ]
     assert (found["db"], found["tuned"], found["continue"]) == (str(db), 2, None)
@@ -179,175 +157,6 @@ def test_a_missing_kernel_is_said(fake: FakeRunners, monkeypatch: pytest.MonkeyP
     assert "no native kernel" in run("plan", "--context", "64k", "--heads", "16").stderr
 
 
-# --- known failures and wrong usage ------------------------------------------------------------
-
-
-def test_absent_device() -> None:
-    assert error("--device", "metal").startswith("no metal device here: MLX ")
-
-
-def test_unknown_model() -> None:
-    assert "did you mean DeepSeek-V3" in error("--model", "deepsek-v3")
-
-
-DB_COMMANDS = [
-    TUNE,
-    ["probe"],
-    ["plan", "--context", "1k", "--heads", "16"],
-    ["verify"],
-    *(["db", name] for name in ("check", "rebuild", "path")),
-]
-
-
-def lines(*args: str) -> list[str]:
-    """What a command that may fail puts on stderr; never a traceback."""
-    result = CliRunner().invoke(cli.main, args)
-    assert result.exit_code in (0, 1)
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.stderr.splitlines()
-
-
-@pytest.mark.parametrize("command", DB_COMMANDS, ids=" ".join)
-def test_odd_database_paths_are_one_line(
-    fake: FakeRunners,
-    no_cases: None,
-    command: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for path in ("~nosuchuser/t.db", "x" * 4000, "/dev/null"):
-        assert len(lines(*command, "--db", path)) <= 1
-    for path in ("~nosuchuser/t.db", str(tmp_path), "/dev/null"):
-        monkeypatch.setenv("MLA_TUNER_DB", path)
-        assert len(lines(*command)) <= 1
-
-
-@pytest.mark.parametrize("command", DB_COMMANDS, ids=" ".join)
-def test_a_forbidden_folder_is_one_line(
-    fake: FakeRunners,
-    no_cases: None,
-    command: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    really = Path.stat
-
-    def denied(path: Path, **options: bool) -> os.stat_result:
-        if path.name == "t.db":
-            raise PermissionError(13, "Permission denied", str(path))
-        return really(path, **options)
-
-    monkeypatch.setattr(Path, "stat", denied)
-    assert len(lines(*command, "--db", str(tmp_path / "t.db"))) <= 1
-
-
-@pytest.mark.parametrize("command", DB_COMMANDS, ids=" ".join)
-def test_a_malformed_table_is_one_line(
-    fake: FakeRunners, no_cases: None, command: list[str], db: Path
-) -> None:
-    run(*TUNE)
-    with sqlite3.connect(db) as connection:
-        connection.execute("UPDATE plan SET path = 'warp', median_us = 'abc'")
-    connection.close()
-    assert len(lines(*command)) <= 1
-
-
-def test_a_malformed_table_is_found_and_rebuilt(fake: FakeRunners, db: Path) -> None:
-    run(*TUNE)
-    with sqlite3.connect(db) as connection:
-        connection.execute("UPDATE plan SET speedup = 'abc' WHERE context = 1024")
-    connection.close()
-    assert "expected column speedup" in error(*TUNE)
-    result = run("db", "check", code=1)
-    assert "mla-tune db rebuild" in result.stdout.replace("\n", " ")
-    run("db", "rebuild")
-    assert answer("db", "check")["ok"]
-    assert answer(*TUNE)["already_tuned"] == 2
-
-
-@pytest.mark.parametrize("command", [["db", "check"], ["db", "rebuild"], TUNE, ["verify"]])
-def test_a_foreign_database_is_not_touched(
-    fake: FakeRunners, no_cases: None, command: list[str], db: Path
-) -> None:
-    with sqlite3.connect(db) as connection:
-        connection.execute("CREATE TABLE bookmark (url TEXT)")
-    connection.close()
-    before = db.read_bytes()
-    assert "database of another program" in error(*command)
-    assert db.read_bytes() == before
-    assert [path.name for path in db.parent.glob("*.db*")] == [db.name]
-
-
-def test_unusable_databases(fake: FakeRunners, tmp_path: Path) -> None:
-    corrupt = tmp_path / "corrupt.db"
-    corrupt.write_bytes(b"this is no database" * 1000)
-    newer = tmp_path / "newer.db"
-    with sqlite3.connect(newer) as connection:
-        connection.execute("PRAGMA user_version = 999")
-    connection.close()
-    under_a_file = corrupt / "tuning.db"
-    for path, text in (
-        (corrupt, "not a database"),
-        (newer, "has schema 999"),
-        (under_a_file, "cannot use the database"),
-    ):
-        assert text in error(*TUNE, "--db", str(path))
-    for path in (corrupt, newer):
-        assert str(path) in error("db", "check", "--db", str(path))
-        # Serving, and the command that shows what it does, go on without.
-        decision = answer("plan", "--context", "1k", "--heads", "1", "--db", str(path))
-        assert decision["source"] == "gates"
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--budget", "5x"],
-        ["--budget", "0s"],
-        ["--contexts", "100"],  # below the grid: it has no bucket
-        ["--contexts", "2m"],
-        ["--contexts", ""],
-        ["--heads", "0"],
-        ["--heads", "129"],
-        ["--batches", "-1"],
-        ["--dtypes", "int8"],
-        ["--layouts", "ragged"],
-        ["--q-lens", "9"],
-        ["--geometry", "384+64"],
-        ["--device", "tpu"],
-        ["--nonsense"],
-        ["nonsense"],
-        ["plan"],
-        ["plan", "--context", "4k"],
-        ["plan", "--heads", "16"],
-        ["plan", "--context", "4k", "--heads", "16", "--lengths", "1,2"],
-        ["plan", "--batch", "3", "--heads", "16", "--lengths", "1,2"],
-        ["plan", "--context", "3000000000", "--heads", "16"],
-        ["bench", "--lengths", "0,0"],
-        ["bench", "--lengths", "5,5", "--contexts", "1k"],
-        ["bench", "--lengths", "5,6", "--batches", "2"],
-        ["bench", "--partitions", "4", "--paths", "single"],
-        ["bench", "--partitions", "65"],
-        ["bench", "--partitions", "1"],
-        ["bench", "--paths", "magic"],
-        ["--budget", "5m", "plan", "--context", "4k", "--heads", "16"],
-        ["--heads", "16", "verify"],
-        ["--model", "kimi-k2", "verify"],
-        ["--geometry", "512+64", "probe"],
-        ["--device", "cpu", "db", "path"],
-        ["db"],
-    ],
-)
-def test_wrong_usage_exits_with_2(args: list[str]) -> None:
-    result = run(*args, code=2)
-    assert result.stdout == ""
-
-
-def test_a_bad_value_says_what_was_expected() -> None:
-    line = error("--contexts", "1k,x", code=2)
-    assert "'--contexts': expected 1024..1048576, such as 4096 or 4k; got 'x'" in line
-
-
 # --- plan --------------------------------------------------------------------------------------
 
 
@@ -413,14 +222,6 @@ def test_bench_without_a_single_time(fake: FakeRunners) -> None:
     assert result.stderr.splitlines()[-1].startswith("Error: nothing could be timed")
 
 
-@pytest.fixture
-def no_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the kernel check to its own tests: a fake has no kernel."""
-    monkeypatch.setattr(verify, "conformance_subset", lambda backend: [])
-    for module in (verify, overview):
-        monkeypatch.setattr(module, "kernels", lambda backend: [])
-
-
 def test_verify(fake: FakeRunners, no_cases: None) -> None:
     assert answer("verify")["plans"] == []  # no database yet, and none is made
     run(*TUNE)
@@ -428,11 +229,16 @@ def test_verify(fake: FakeRunners, no_cases: None) -> None:
     assert (found["ok"], found["not_timed"]) == (True, 0)
     assert [row["result"] for row in found["plans"]] == ["ok", "ok"]
     fake.seconds = lambda shape, plan: 9e-3 if plan == MLX else 10e-3
-    found = answer("verify", code=1)
-    assert [row["result"] for row in found["plans"]] == ["slower", "slower"]
     result = run("verify", code=1)
     assert "slower" in result.stdout
+    assert "counts from now on" in " ".join(result.stdout.split())
     assert result.stderr.splitlines()[-1].startswith("Error: ")
+    assert answer("verify")["plans"] == []  # they count no longer
+    fake.seconds = lambda shape, plan: 9e-3 if plan == MLX else 1e-3
+    assert answer(*TUNE)["tuned"] == 2
+    fake.seconds = lambda shape, plan: 9e-3 if plan == MLX else 10e-3
+    found = answer("verify", code=1)
+    assert [(row["result"], row["now"]) for row in found["plans"]] == [("slower", "mlx")] * 2
 
 
 def test_db(fake: FakeRunners, db: Path) -> None:

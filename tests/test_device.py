@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import plistlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -331,47 +330,30 @@ def test_software(tmp_path):
     mac = device.software(
         macos({"sw_vers -productVersion": b"26.5\n", "sw_vers -buildVersion": b"25F71\n"})
     )
-    assert mac["os"] == "macOS 26.5 (25F71)"
+    assert mac["os"] == mac["system"] == "macOS 26.5 (25F71)"
     assert "driver" not in mac
 
 
-def test_conditions_of_a_laptop(tmp_path):
-    system = linux(
-        tmp_path,
-        {
-            "sys/class/power_supply/AC/type": "Mains",
-            "sys/class/power_supply/AC/online": "0",
-            "sys/class/power_supply/BAT0/type": "Battery",
-            "sys/class/thermal/thermal_zone0/temp": "41000",
-            "sys/class/thermal/thermal_zone1/temp": "67500",
-            "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
-        },
-    )
-    found = device.conditions(system)
-    assert found.pop("load_1m") >= 0
-    assert found == {"power": "battery", "temperature_c": 67.5, "governor": "powersave"}
+@pytest.mark.parametrize(
+    ("release", "driver", "text"),
+    [
+        ('PRETTY_NAME="Debian 12"', "", "Debian 12"),
+        ("PRETTY_NAME=Alpine", "Kernel Module  570.86.15", "Alpine, driver 570.86.15"),
+        ('PRETTY_NAME="A\x1b[31m\tB\u2028"', "", "A[31mB"),  # it is stored as one line
+        ("", "Kernel Module  570.86.15", ""),
+        ('PRETTY_NAME=""', "", ""),
+    ],
+)
+def test_system_version(tmp_path, release, driver, text):
+    files = {"etc/os-release": release, "proc/driver/nvidia/version": driver}
+    system = linux(tmp_path, files)
+    assert device.system_version(system) == device.software(system)["system"] == text
 
 
-def test_conditions_of_a_mac():
-    system = macos(
-        {
-            "pmset -g batt": b"Now drawing from 'AC Power'\n",
-            "pmset -g therm": b"CPU_Speed_Limit \t= 80\n",
-            "pmset -g": b" lowpowermode         1\n",
-        }
-    )
-    found = device.conditions(system)
-    assert found.pop("load_1m") >= 0
-    assert found == {"power": "mains", "speed_limit_percent": 80, "low_power_mode": True}
-
-
-def test_conditions_never_raise():
-    def broken(command: Sequence[str]) -> bytes:
-        raise RuntimeError("strange machine")
-
-    found = device.conditions(System("darwin", "arm64", Path("/"), lambda: 1, broken))
-    assert found["unreadable"] == "strange machine"
-    assert math.isfinite(found["load_1m"])
+def test_a_system_that_tells_nothing_is_unknown(tmp_path):
+    assert device.system_version(linux(tmp_path, {})) == ""
+    assert device.system_version(macos({"sw_vers -productVersion": b"26.5\n"})) == ""
+    assert device.software(linux(tmp_path, {}))["os"] == "linux"
 
 
 def test_missing_and_failing_commands_answer_nothing():

@@ -9,10 +9,13 @@ import pytest
 from mla_tuner.evidence import (
     CONFIDENCE,
     MIN_ROUNDS,
+    TIE,
     Measurement,
     finalist,
+    lost,
     median_interval,
     percentile,
+    plainness,
     slower_p,
     verdict,
 )
@@ -167,3 +170,51 @@ def verdict_of(rng: random.Random, mlx: list[float], factor: float) -> Plan:
     assert found is not None
     assert log(found[0].median_us or 0) < 1
     return found[0].plan
+
+
+def test_a_plan_is_lost_when_it_cannot_even_tie() -> None:
+    assert lost([1.1] * MIN_ROUNDS)
+    assert not lost([1.1] * (MIN_ROUNDS - 1))  # could be luck
+    assert not lost([TIE - 0.001] * 30)  # behind for sure, but nobody would notice
+    assert not lost([1.1, 0.9] * 10)
+    assert not lost([0.9] * 30)
+
+
+def test_the_finalist_does_not_depend_on_the_order_of_its_rivals() -> None:
+    """All of these tie; which one comes out must not change from run to run."""
+    plans = [
+        *(Plan("split", partitions, tile) for partitions in (2, 4) for tile in ("r8", "r16", "")),
+        *(Plan("single", 1, tile) for tile in ("r128", "r16", "r8")),
+        Plan("mlx_rows"),
+    ]
+    rng = random.Random(7)
+    for count, wanted in ((10, Plan("mlx_rows")), (9, Plan("single", 1, "r8"))):
+        for _ in range(20):
+            some = plans[:count]
+            rng.shuffle(some)
+            found = [
+                timed(plan, [10.0 * rng.uniform(1.0, 1.005) for _ in range(8)]) for plan in some
+            ]
+            chosen = finalist(found)
+            assert chosen is not None
+            assert chosen.plan == wanted
+    assert plainness(SINGLE) < plainness(SPLIT2) < plainness(SPLIT4)
+
+
+def test_wider_ties_are_for_fewer_partitions_not_for_another_tile() -> None:
+    """An interval that reaches the leader is luck of the noise: 3 % are given for less merging."""
+    noisy = [0.99, 1.07] * 8
+
+    def behind(plan: Plan, factor: float) -> Measurement:
+        return timed(plan, [10.0 * factor * noise for noise in noisy])
+
+    leader = timed(SPLIT2, [10.0] * 16)
+    other_tile, fewer = Plan("split", 2, "r8"), SINGLE
+    for rivals, wanted in (
+        ([behind(other_tile, 1.0)], SPLIT2),
+        ([behind(fewer, 1.0)], fewer),
+        ([timed(other_tile, [10.1] * 16)], other_tile),
+    ):
+        chosen = finalist([leader, *rivals])
+        assert chosen is not None
+        assert chosen.plan == wanted

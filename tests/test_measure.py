@@ -9,23 +9,24 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fakes import FakeRunner, make_device
+from fakes import FakeRunner
 
 from mla_tuner import measure
 from mla_tuner.errors import BusyError
-from mla_tuner.evidence import Measurement, median_interval
+from mla_tuner.evidence import Measurement, finalist, median_interval
 from mla_tuner.measure import (
+    DUEL,
     FULL,
+    LONGEST_PAUSE_S,
     PAUSE_S,
     SAMPLE_S,
     SEARCH,
     Checked,
     Effort,
-    LiveRunners,
     machine_lock,
 )
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.shapes import GEOMETRIES, Shape
+from mla_tuner.shapes import Shape
 
 SHAPE = Shape(4096, 1, 16)
 ROWS, SINGLE = Plan("mlx_rows"), Plan("single", 1, "r16")
@@ -40,7 +41,6 @@ def run(
     found = measure.measure(
         SHAPE,
         plans or list(TIMES),
-        device=make_device(),
         budget_s=budget_s,
         runner=runner,
         progress=told.append,
@@ -113,7 +113,7 @@ def test_a_far_slower_mlx_is_timed_no_more_than_its_interval_needs() -> None:
     runner = FakeRunner(times.__getitem__)
     found = run(runner, *times)
     assert found[MLX].rounds == 6
-    assert found[SPLIT2].rounds == 21
+    assert found[SPLIT2].rounds == FULL.least
     assert found[SPLIT2].ratio_low == pytest.approx(100)
     search = run(FakeRunner(times.__getitem__), *times, effort=SEARCH)
     assert search[MLX].rounds == 2
@@ -125,11 +125,12 @@ def test_in_a_search_losers_leave_by_rank() -> None:
     times = {plan: seconds / 100 for plan, seconds in times.items()}
     times[SPLIT4] = 0.0075
     found = run(FakeRunner(times.__getitem__, noise=0.003), *times, effort=SEARCH)
-    assert found[SPLIT4].rounds == 10
+    assert found[SPLIT4].rounds >= SEARCH.least
     assert found[SINGLE].rounds == found[SPLIT2].rounds == 6
-    assert found[MLX].rounds == 10  # the canary stays as long as the race is close
+    assert found[MLX].rounds == found[SPLIT4].rounds  # the canary stays while the race is close
     kept = run(FakeRunner(times.__getitem__, noise=0.003), *times)
-    assert {m.rounds for m in kept.values()} == {21}
+    (rounds,) = {m.rounds for m in kept.values()}
+    assert rounds > FULL.least
 
 
 def test_a_race_that_is_over_ends() -> None:
@@ -137,11 +138,60 @@ def test_a_race_that_is_over_ends() -> None:
     assert found[MLX].rounds == found[SPLIT2].rounds == 6
 
 
+def test_a_loser_that_may_still_tie_stays_in_the_search() -> None:
+    """1 % behind for sure, with fewer partitions: the one to take, if it isn't thrown out first."""
+    times = {MLX: 10e-3, SPLIT2: 7.07e-3, SPLIT4: 7e-3, SINGLE: 7.5e-3}
+    found = run(FakeRunner(times.__getitem__, noise=0.001), *times, effort=SEARCH)
+    assert found[SPLIT2].rounds == found[SPLIT4].rounds >= SEARCH.least
+    assert found[SINGLE].rounds < found[SPLIT4].rounds
+    winner = finalist(list(found.values()))
+    assert winner is not None
+    assert winner.plan == SPLIT2
+
+
 def test_a_settled_race_stops_by_the_clock_not_by_the_score() -> None:
     effort = Effort(6, 61, seconds=1.0)
     assert run(FakeRunner(lambda plan: 10e-3), MLX, SINGLE, effort=effort)[MLX].rounds == 50
     assert run(FakeRunner(lambda plan: 1.0), MLX, SINGLE, effort=effort)[MLX].rounds == 6
     assert run(FakeRunner(lambda plan: 2e-3), MLX, SINGLE, effort=effort)[MLX].rounds == 61
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("seconds", "width", "limit_s"),
+    [(5e-6, 0.03, 2.0), (1e-3, 0.03, 2.0), (50e-3, 0.05, 12.0), (0.5, 0.10, 25.0)],
+)
+def test_a_duel_of_cheap_and_of_expensive_plans_gets_a_tight_interval(
+    seconds: float, width: float, limit_s: float, seed: int
+) -> None:
+    """A timer that is off by up to 1 us, and 3 % noise from sample to sample."""
+
+    class Jittery(FakeRunner):
+        def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
+            took, executed = super().sample(plan, inner)
+            return took + self.rng.uniform(0.0, 1e-6) / inner, executed
+
+    runner = Jittery(lambda plan: seconds, noise=0.03, seed=seed)
+    found = run(runner, MLX, SINGLE, effort=DUEL, seed=seed)
+    low, high = found[SINGLE].ratio_low, found[SINGLE].ratio_high
+    assert low is not None
+    assert high is not None
+    assert high - low < width
+    assert low - width < 1.0 < high + width
+    assert runner.clock < limit_s
+    assert found[SINGLE].rounds >= DUEL.least
+    samples_s = found[SINGLE].inner * seconds
+    assert samples_s >= min(SAMPLE_S, measure.MAX_INNER * seconds)
+
+
+def test_a_first_sample_that_is_slow_does_not_make_all_samples_short() -> None:
+    class Warming(FakeRunner):
+        def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
+            seconds, executed = super().sample(plan, inner)
+            return seconds * (20 if len(self.calls) == 1 else 1), executed
+
+    found = run(Warming(lambda plan: SAMPLE_S / 40), MLX)
+    assert found[MLX].inner == 40
 
 
 # --- drift -----------------------------------------------------------------------------------
@@ -152,19 +202,44 @@ def test_a_round_with_a_straying_canary_is_dropped() -> None:
     spikes = iter([1.0] * 8 + [1.5, 1.5] + [1.0] * 100)
     runner.drift = lambda now: next(spikes)
     found = run(runner, MLX, SINGLE, effort=Effort(6, 8))
-    assert runner.pauses == 1
+    assert len(runner.paused) == 1
     assert found[MLX].message == found[SINGLE].message == "1 rounds dropped: mlx drifted"
     assert set(found[MLX].samples_us) == {20e3}
     assert found[MLX].rounds == 8
-    assert runner.clock > PAUSE_S
+    for m in found.values():
+        assert (m.dropped, m.paused_s) == (1, PAUSE_S)
 
 
 def test_a_lasting_change_of_clock_is_accepted() -> None:
     runner = FakeRunner(lambda plan: 20e-3, drift=lambda now: 1.0 if now < 0.2 else 1.4)
     found = run(runner, MLX, SINGLE)
-    assert found[MLX].rounds == 21
-    assert 1 <= runner.pauses <= 4
+    assert found[MLX].rounds > FULL.least
+    assert 1 <= len(runner.paused) <= 4
     assert found[SINGLE].ratio == pytest.approx(1.0)
+
+
+def test_pauses_grow_while_the_drift_lasts_and_count_on_the_clock() -> None:
+    """A canary that gets slower and slower: no level of it is the usual one."""
+    runner = FakeRunner(lambda plan: 20e-3)
+    rounds = iter([1.0] * 12 + [1.1 ** (i // 2) for i in range(200)])
+    runner.drift = lambda now: next(rounds)
+    effort = Effort(6, 40, seconds=30.0, least=12)
+    found = run(runner, MLX, SINGLE, effort=effort)
+    first = [PAUSE_S * 2**i for i in range(5)]
+    assert runner.paused[:5] == pytest.approx(first)
+    assert max(runner.paused) <= LONGEST_PAUSE_S
+    assert found[MLX].paused_s == found[SINGLE].paused_s == pytest.approx(sum(runner.paused))
+    assert found[MLX].dropped == len(runner.paused)
+
+
+@pytest.mark.parametrize("budget_s", [0.5, 1e3])
+def test_pauses_end_with_the_budget_and_the_time_of_the_race(budget_s: float) -> None:
+    runner = FakeRunner(lambda plan: 1e-3, noise=0.5)
+    effort = Effort(6, 400, seconds=0.4, least=200)
+    found = run(runner, MLX, SINGLE, effort=effort, budget_s=budget_s)
+    assert found[MLX].paused_s <= min(effort.seconds, budget_s) + 1e-9
+    assert runner.clock < budget_s + 5e-3
+    assert found[MLX].status == "ok"
 
 
 def test_an_ever_restless_machine_still_gets_an_answer() -> None:
@@ -176,7 +251,7 @@ def test_an_ever_restless_machine_still_gets_an_answer() -> None:
 def test_drift_cannot_turn_a_race_that_is_not_close() -> None:
     runner = FakeRunner({MLX: 1.0, SPLIT2: 0.01}.__getitem__, noise=0.3)
     run(runner, MLX, SPLIT2)
-    assert runner.pauses == 0
+    assert runner.paused == []
 
 
 # --- faults ----------------------------------------------------------------------------------
@@ -276,7 +351,8 @@ def test_an_interrupt_is_not_swallowed() -> None:
 
 
 def test_no_plans_no_measurements() -> None:
-    assert measure.measure(SHAPE, [], device=make_device(), budget_s=1.0) == []
+    runner = FakeRunner(TIMES.__getitem__)
+    assert measure.measure(SHAPE, [], budget_s=1.0, runner=runner) == []
 
 
 # --- the machine's lock ----------------------------------------------------------------------
@@ -363,52 +439,6 @@ def test_two_that_make_the_lock_at_once_share_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "open", beaten)
     with machine_lock(), pytest.raises(BusyError, match="another process"), machine_lock():
         pass
-
-
-# --- the real device -------------------------------------------------------------------------
-
-
-def test_a_ring_covers_the_cache_three_times_within_a_quarter_of_memory() -> None:
-    runners = LiveRunners(make_device())
-    pool = runners.pool_for(SHAPE)
-    ring = pool.ring(SHAPE)
-    assert (ring + 1) * SHAPE.cache_bytes >= 3 * (32 << 20)
-    assert runners.pool_for(Shape(1024, 2, 128)) is pool
-    assert runners.pool_for(Shape(1024, 2, 128, "float16")) is not pool
-    with pytest.raises(MemoryError, match=r"a quarter of memory is 6\.0"):
-        runners.pool_for(Shape(1 << 20, 8, 16))
-
-
-def test_a_shape_that_does_not_fit_in_memory_is_an_error_for_every_plan() -> None:
-    found = measure.measure(
-        Shape(1 << 20, 8, 16), [MLX, SINGLE], device=make_device(), budget_s=1.0
-    )
-    assert [m.status for m in found] == ["error", "error"]
-    assert "the cache takes 9.0 GiB" in found[0].message
-
-
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("layout", ["paged", "dense"])
-@pytest.mark.parametrize("geometry", [GEOMETRIES[0], GEOMETRIES[1]], ids=str)
-def test_every_path_of_the_cpu_runs_as_asked(layout: str, geometry: tuple[int, int]) -> None:
-    shape = Shape(256, 2, 3, "float32", geometry, 2, layout)  # type: ignore[arg-type]
-    plans = [MLX, Plan("mlx_rows"), Plan("single"), Plan("split", 2)]
-    found = measure.measure(shape, plans, device=make_device(), budget_s=60.0, effort=Effort(1, 1))
-    assert [m.message for m in found] == [""] * 4
-    assert [m.status for m in found] == ["ok"] * 4
-    for m in found:
-        assert m.executed is not None
-        assert (m.executed.path, m.executed.partitions) == (m.plan.path, m.plan.partitions)
-        assert m.max_error is not None
-        assert m.max_error < 2e-3
-
-
-def test_sampled_rows_touch_every_tile() -> None:
-    runners = LiveRunners(make_device())
-    for heads, q_len in ((1, 1), (3, 1), (5, 3), (16, 1), (63, 2), (128, 8)):
-        rows = runners(Shape(1024, 1, heads, q_len=q_len), 3)._rows()  # type: ignore[attr-defined]
-        assert {row // 8 for row in rows} == set(range(-(-heads * q_len // 8)))
-        assert rows[-1] == heads * q_len - 1
 
 
 def test_intervals_are_those_of_the_paired_ratios() -> None:

@@ -93,6 +93,26 @@ def test_a_decision(printed) -> None:
     assert re.search(r"^speed-up +-$", "\n".join(printed(report.decision(unknown))), re.MULTILINE)
 
 
+def test_the_steps_of_a_decision(printed) -> None:
+    answer = {
+        **dict.fromkeys(("expected_us", "speedup", "speedup_low", "speedup_high")),
+        "path": "mlx",
+        "partitions": 1,
+        "tile": "",
+        "source": "gates",
+        "reason": "why",
+        "device": "cpu/x86_64-avx2/2c/24gb",
+        "steps": [
+            {"step": "tuned", "answered": False, "reason": "not tuned", "details": []},
+            {"step": "gates", "answered": True, "reason": "why " * 30, "details": ["built: yes"]},
+        ],
+    }
+    lines = printed(report.decision(answer))
+    assert "  tuned  not tuned" in lines
+    assert "  gates  answers: why why" in "\n".join(lines)
+    assert lines[-1] == "         - built: yes"
+
+
 def bench_row(**changes: object) -> dict[str, object]:
     return {
         "shape": "context 32768 batch 1 heads 16 bfloat16 512+64 paged",
@@ -144,10 +164,12 @@ def test_the_end_of_a_tuning_run(printed) -> None:
     ]
     reasons = [(wide.bucket, "needs about 900 s, 3 s are left")]
     summary = Summary(tuned=rows[:1], skipped_known=[wide.bucket], not_reached=reasons, seconds=300)
+    summary.dropped, summary.paused_s = 12, 1.7
     again = "mla-tune --budget 5m --db /a/path/" + "that/is/long/" * 8 + "tuning.db"
     answer = answers.tune_answer(summary, rows, make_device(), "/a/path/tuning.db", again)
     text = "\n".join(printed(report.tuned(answer)))
     assert re.search(r"32K b1 h16 bf16 +split x64 r128 +112x \[108, 118\] +3.07 ms +new", text)
+    assert "12 rounds did not count, as mlx drifted; 2 s waited for that to pass." in text
     assert "mlx is best" in text
     assert "1 bucket tuned in 5 min, 1 tuned before." in text
     assert "1 not reached:" in text

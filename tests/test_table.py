@@ -68,6 +68,31 @@ def test_a_newer_table_is_one_line(db: Path, caplog: pytest.LogCaptureFixture) -
     assert_one_line(caplog, "its schema is 99")
 
 
+def test_an_older_table_is_one_line_with_the_cure(
+    db: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change(db, "PRAGMA user_version = 1")
+    assert len(Policy.load(db, make_device())) == 0
+    assert_one_line(caplog, "its schema is 1, this version reads 2: that takes `mla-tune db")
+
+
+@pytest.mark.parametrize(
+    ("stored", "here", "counts"),
+    [("a", "a", True), ("a", "b", False), ("", "b", True), ("a", "", True), ("", "", True)],
+)
+def test_an_unknown_system_is_not_a_different_one(stored: str, here: str, counts: bool) -> None:
+    assert row(system=stored).counts("digest", row().mlx, here) == counts
+    assert not row(system=stored).counts("other", row().mlx, here)
+    assert not row(system=stored).counts("digest", "0.1", here)
+
+
+def test_winners_come_in_the_order_they_were_found_in(db: Path) -> None:
+    """Not of the clock: the last of a bucket is the one that counts."""
+    change(db, "UPDATE plan SET day = '2099-01-01', system = 'then'")
+    write(db, 32768)
+    assert [r.system for r in read_rows(db, make_device())] == ["then", ""]
+
+
 def test_a_table_without_plans_is_one_line(db: Path, caplog: pytest.LogCaptureFixture) -> None:
     change(db, "DROP TABLE plan")
     assert len(Policy.load(db, make_device())) == 0
@@ -80,8 +105,9 @@ def change(db: Path, statement: str, *values: object) -> None:
         connection.commit()
 
 
-TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx")
-AMOUNTS = ("median_us", "speedup", "speedup_low", "speedup_high")
+TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx", "system")
+OR_NULL = ("speedup_low", "speedup_high", "single_speedup", "split_speedup")
+AMOUNTS = ("median_us", "speedup", *OR_NULL)
 INF = float("inf")
 
 
@@ -109,7 +135,7 @@ def test_each_column_has_its_type(column: str) -> None:
     elif column in AMOUNTS:
         wrong = (None, b"", b"1", [], "", "abc", "1.5", -1, -0.5, INF, -INF, float("nan"))
     for value in wrong:
-        if value is None and column in ("speedup_low", "speedup_high"):
+        if value is None and column in OR_NULL:
             continue
         with pytest.raises(ValueError, match=rf"column {column} as ") as caught:
             checked_row(raw(**{column: value}))

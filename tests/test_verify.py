@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,17 +16,22 @@ from mla_tuner.evidence import Measurement
 from mla_tuner.measure import Checked
 from mla_tuner.overview import kernels, native
 from mla_tuner.plan import MLX, Plan
+from mla_tuner.policy import Policy
 from mla_tuner.shapes import Shape
 from mla_tuner.store import Store
+from mla_tuner.table import read_rows
 
 SPLIT = Plan("split", 2, "r16")
 DEVICE = make_device()
+HERE = "os 2"
 
 
 @pytest.fixture
 def runners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRunners:
     made = FakeRunners(lambda shape, plan: 9e-3 if plan == MLX else 1e-3)
     monkeypatch.setattr(verify, "LiveRunners", lambda device: made)
+    monkeypatch.setattr(verify, "settle", lambda device, force: {})
+    monkeypatch.setattr(verify, "software", lambda: {"mlx": MLX_VERSION, "system": HERE})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
     return made
 
@@ -43,9 +49,10 @@ def stored(
     kernel: str = "digest",
     plan: Plan = SPLIT,
     slower: float = 1.0,
+    system: str = HERE,
 ) -> None:
     shape = Shape(context, 1, 16)
-    run = store.start_run(DEVICE, kernel=kernel, software={"mlx": mlx})
+    run = store.start_run(DEVICE, kernel=kernel, software={"mlx": mlx, "system": system})
     duel = [
         Measurement(shape, MLX, rounds=6, median_us=9000.0, ratio=1.0),
         Measurement(
@@ -194,27 +201,53 @@ def test_mlx_winners_and_other_kernels_are_not_timed(runners: FakeRunners, store
     assert runners.made == []
 
 
-def test_plans_of_another_mlx_come_first_and_count_from_then_on(
+def counting(store: Store) -> dict[int, Plan]:
+    rows = store.tuned(DEVICE, "digest", MLX_VERSION, HERE)
+    return {row.bucket.context: row.plan for row in rows}
+
+
+def test_other_versions_come_first_and_count_from_then_on(
     runners: FakeRunners, store: Store
 ) -> None:
     stored(store, 1024)
     stored(store, 2048, mlx="0.1")
     stored(store, 2048, mlx="0.2")
+    stored(store, 4096, system="os 1")
+    stored(store, 8192, system="")
+    assert counting(store) == {1024: SPLIT, 8192: SPLIT}
     found, left = check(store)
-    assert [each.row.bucket.context for each in found] == [2048, 1024]
+    order = [(each.row.bucket.context, each.row.mlx, each.row.system) for each in found]
+    assert order == [
+        (2048, "0.2", HERE),
+        (4096, MLX_VERSION, "os 1"),
+        (8192, MLX_VERSION, ""),
+        (1024, MLX_VERSION, HERE),
+    ]
     assert left == 0
-    assert len(store.tuned(DEVICE, "digest", MLX_VERSION)) == 2
+    assert [each.now and each.now.system for each in found] == [HERE, HERE, HERE, None]
+    assert counting(store) == dict.fromkeys((1024, 2048, 4096, 8192), SPLIT)
     found, _ = check(store)
-    assert {each.row.mlx for each in found} == {MLX_VERSION}
+    assert {(each.row.mlx, each.row.system) for each in found} == {(MLX_VERSION, HERE)}
+    assert [each.now for each in found] == [None] * 4
 
 
-def test_a_stale_plan_that_fails_does_not_count(runners: FakeRunners, store: Store) -> None:
-    stored(store, 2048, mlx="0.1")
+@pytest.mark.parametrize("versions", [{}, {"mlx": "0.1"}, {"system": "os 1"}, {"system": ""}])
+def test_a_plan_that_fails_does_not_count_on_any_later_load(
+    versions: dict[str, str], runners: FakeRunners, store: Store
+) -> None:
+    stored(store, 2048, **versions)
     runners.seconds = lambda shape, plan: 9e-3 if plan == MLX else 10e-3
     (found,), _ = check(store)
     assert found.result == "slower"
-    (now,) = [row for row in store.plans(DEVICE.key) if row.mlx == MLX_VERSION]
-    assert now.plan == MLX
+    assert found.now is not None
+    assert found.now.plan == MLX
+    for _ in range(2):
+        rows = read_rows(store.path, DEVICE)
+        policy = Policy(DEVICE, rows, backend=FakeBackend(), system=HERE)
+        assert policy.decide(2048, 1, 16, "bfloat16").plan == MLX
+        assert counting(store) == {}  # to be tuned again
+        assert check(store) == ([], 0)
+        store.rebuild()
 
 
 def test_a_stale_plan_with_too_few_rounds_stays_stale(runners: FakeRunners, store: Store) -> None:
@@ -222,7 +255,38 @@ def test_a_stale_plan_with_too_few_rounds_stays_stale(runners: FakeRunners, stor
     runners.seconds = lambda shape, plan: 1.0 if plan == MLX else 0.1
     (found,), _ = check(store)
     assert found.result == "undecided"
-    assert store.tuned(DEVICE, "digest", MLX_VERSION) == []
+    assert counting(store) == {}
+
+
+def test_a_machine_that_is_not_fit_for_timing_settles_nothing(
+    runners: FakeRunners, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "settle", lambda device, force: {"forced": "it is busy"})
+    stored(store, 1024)
+    stored(store, 2048, mlx="0.1")
+    before = store.plans(), len(store.evidence())
+    runners.seconds = lambda shape, plan: 9e-3 if plan == MLX else 10e-3
+    found, _ = check(store)
+    assert [each.result for each in found] == ["slower", "slower"]
+    assert [each.note for each in found] == ["not stored, as it is busy"] * 2
+    assert (store.plans(), len(store.evidence())) == before
+    runners.options["check_result"] = lambda plan: Checked(plan == MLX, 0.5, "row error 0.5", 1e-4)
+    found, _ = check(store)
+    assert [each.now and each.now.plan for each in found] == [MLX, MLX]  # wrong is wrong
+
+
+def test_a_file_that_cannot_be_written_is_checked_all_the_same(
+    runners: FakeRunners, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(store, 2048, mlx="0.1")
+    store.close()
+    before = store.path.read_bytes()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with Store(store.path, create=False, upgrade=True) as read_only:
+        (found,), _ = check(read_only)
+    assert (found.result, found.now) == ("ok", None)
+    assert found.note == "not stored, as the database can't be written"
+    assert store.path.read_bytes() == before
 
 
 def test_plans_that_do_not_fit_the_budget_are_left(runners: FakeRunners, store: Store) -> None:

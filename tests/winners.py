@@ -22,7 +22,10 @@ def row(context: int = 32768, plan: Plan = SPLIT, **changes: object) -> Row:
     interval = (None, None) if plan == MLX else (104.0, 118.0)
     bucket = bucket_of(context, 1, 16, "bfloat16")
     speedup = 1.0 if plan == MLX else 112.0
-    made = Row(bucket, plan, 4000.0, speedup, *interval, "2026-11-29", "digest", MLX_VERSION)
+    made = Row(
+        *(bucket, plan, 4000.0, speedup, *interval, "2026-11-29", "digest", MLX_VERSION),
+        *("", None, speedup if plan.path == "split" else None),
+    )
     return made._replace(**changes)
 
 

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 
 from mla_tuner import device as devices
 from mla_tuner.backends import get
+from mla_tuner.conditions import conditions
 from mla_tuner.overview import kernels
 from tools.peers import torch_cpu
 
@@ -92,14 +93,14 @@ def header(threads: Sequence[int], argv: Sequence[str]) -> dict[str, str]:
     software = devices.software()
     if torch_cpu.available():
         software["torch"] = torch_cpu.version()
-    conditions = devices.conditions()
+    state = conditions()
     return {
         "machine": f"{device.name}; {device.key}; last-level cache {device.cache_bytes >> 20} MB",
         "instruction sets": ", ".join(kernels(backend)),
         "threads": ", ".join(map(str, threads)),
         "versions": ", ".join(f"{name} {value}" for name, value in software.items()),
         "kernel": backend.digest(),
-        "conditions": ", ".join(f"{name} {value}" for name, value in conditions.items()),
+        "conditions": ", ".join(f"{name} {value}" for name, value in state.items()),
         "command": shlex.join(["python", "-m", "tools.bench_cpu", *argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "host": f"{platform.system()} {platform.machine()}, {sys.implementation.name}",

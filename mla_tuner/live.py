@@ -1,0 +1,237 @@
+"""Runners that really run: on MLX's device, in this process or in one beside it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+import mlx.core as mx
+
+from . import cases, ops
+from .device import GB, Device, use
+from .errors import DeviceError
+from .measure import Checked, Runner
+from .plan import Plan
+from .shapes import Geometry, Shape
+from .worker import Worker
+
+COLD_CACHES = 3  # times the last-level cache that a ring of cases covers
+MEMORY_SHARE = 0.25  # of the machine's memory that a ring may take
+
+
+class LiveRunners:
+    """Makes runners that really run, and keeps the cache memory that their cases are cut from.
+
+    From then on `device` is MLX's default: nothing else must be timed in its name.
+    """
+
+    def __init__(self, device: Device) -> None:
+        use(device)
+        self.device = device
+        self._pool: cases.Pool | None = None
+        self._pool_bytes = 0
+
+    def __call__(self, shape: Shape, seed: int) -> Runner:
+        return LiveRunner(shape, self.pool_for, seed)
+
+    @contextmanager
+    def fresh(self, shape: Shape, seed: int) -> Iterator[Runner]:
+        """See `Runners.fresh`."""
+        self.make_room()
+        with closing(Worker("the process of the duel", _Host, self.device)) as worker:
+            yield RemoteRunner(worker, shape, seed)
+
+    def make_room(self) -> None:
+        """Frees the memory of a long context: a new process will need as much."""
+        if self._pool_bytes > COLD_CACHES * self.device.cache_bytes:
+            self._drop_pool()
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def pool_for(self, shape: Shape) -> cases.Pool:
+        """A pool of at least three last-level caches and one case, within a quarter of the memory.
+
+        Raises:
+            MemoryError: one case alone is larger than that.
+        """
+        limit = int(MEMORY_SHARE * self.device.memory_gb * GB)
+        block_bytes = shape.batch * 64 * shape.geometry.width * 4  # each sequence's last block
+        one = shape.cache_bytes + block_bytes
+        if one > limit:
+            raise MemoryError(
+                f"the cache takes {one / GB:.1f} GiB, a quarter of memory is {limit / GB:.1f}"
+            )
+        wanted = max(one, min(COLD_CACHES * self.device.cache_bytes, limit))
+        pool = self._pool
+        if pool is None or not _serves(pool, shape.dtype, shape.geometry, wanted):
+            self._drop_pool()
+            pool = self._pool = cases.Pool(shape.dtype, shape.geometry, wanted)
+            self._pool_bytes = wanted
+        return pool
+
+    def _drop_pool(self) -> None:
+        self._pool, self._pool_bytes = None, 0
+        mx.clear_cache()
+
+
+def _serves(pool: cases.Pool, dtype: str, geometry: Geometry, nbytes: int) -> bool:
+    token_bytes = geometry.width * (4 if dtype == "float32" else 2)
+    return (pool.dtype, pool.geometry) == (dtype, geometry) and (
+        (pool.tokens + 64) * token_bytes > nbytes
+    )
+
+
+class LiveRunner:
+    """Runs plans on MLX's default device as serving does, on a ring of cold caches."""
+
+    def __init__(
+        self, shape: Shape, pool_for: Callable[[Shape], cases.Pool], seed: int = 0
+    ) -> None:
+        self.shape = shape
+        self._pool_for, self._seed = pool_for, seed
+        self._ring: list[cases.Case] = []
+        self._at = 0
+        self._probe: cases.Case | None = None
+        self._checked: dict[Plan, Checked] = {}
+
+    def check(self, plan: Plan) -> Checked:
+        """Against float64 on some rows of every row tile; NaN in the slots that nobody may read."""
+        if plan not in self._checked:
+            self._checked[plan] = self._check(plan)
+        return self._checked[plan]
+
+    def _check(self, plan: Plan) -> Checked:
+        self._pool_for(self.shape)  # refuses what would make the machine swap
+        case = self._probe = self._probe or cases.make_case(self.shape, seed=self._seed)
+        start = self.now()
+        out, lse = self._call(case, case.q_nope, plan, return_lse=plan.native)
+        mx.eval(out) if lse is None else mx.eval(out, lse)
+        seconds = self.now() - start
+        found = cases.check(case, out, lse, plan, rows=self._rows())
+        return Checked(found.ok, found.max_error, found.reason, seconds)
+
+    def _rows(self) -> list[int]:
+        """The first and last row, and one of every eight: no row tile of any kernel is smaller."""
+        rows, rng = self.shape.rows, random.Random(self._seed)
+        some = {min(at + rng.randrange(8), rows - 1) for at in range(0, rows, 8)}
+        return sorted({0, rows - 1} | some)
+
+    def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
+        chain = [self._next() for _ in range(inner)]
+        start = time.perf_counter()
+        out: mx.array | None = None
+        for case in chain:
+            # Layers follow one another: a GPU must not overlap them here either.
+            query = case.q_nope if out is None else mx.depends([case.q_nope], [out])[0]
+            out, _ = self._call(case, query, plan)
+        mx.eval(out)
+        seconds = (time.perf_counter() - start) / inner
+        run = ops.last_run()
+        return seconds, run.executed if run else None
+
+    def _call(
+        self, case: cases.Case, query: mx.array, plan: Plan, return_lse: bool = False
+    ) -> tuple[mx.array, mx.array | None]:
+        if return_lse:
+            return ops.mla_decode(
+                query, case.q_pe, case.cache, scale=case.scale, plan=plan, return_lse=True
+            )
+        return ops.mla_decode(query, case.q_pe, case.cache, scale=case.scale, plan=plan), None
+
+    def _next(self) -> cases.Case:
+        """The next case of the ring, so that its cache has long been evicted."""
+        pool = self._pool_for(self.shape)
+        if self._at == len(self._ring):
+            self._ring.append(pool.case(self.shape, self._at))
+        case = self._ring[self._at]
+        self._at = (self._at + 1) % pool.ring(self.shape)
+        return case
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class IsolatedRunners:
+    """As `LiveRunners`, in a process beside this one: what crashes it is evidence, not the end.
+
+    MLX 0.32.4 itself crashes on some large shapes of its CPU build (8K, batch 8, 128 heads;
+    2026-11-29).
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._worker = Worker("the process of the search", _Host, device)
+
+    def __enter__(self) -> IsolatedRunners:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._worker.close()
+
+    def __call__(self, shape: Shape, seed: int) -> Runner:
+        return RemoteRunner(self._worker, shape, seed)
+
+    @contextmanager
+    def fresh(self, shape: Shape, seed: int) -> Iterator[Runner]:
+        """See `Runners.fresh`."""
+        with suppress(DeviceError):  # it has died, and its memory is free
+            self._worker.call("make_room")
+        with closing(Worker("the process of the duel", _Host, self.device)) as worker:
+            yield RemoteRunner(worker, shape, seed)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+
+class RemoteRunner:
+    """A `LiveRunner` in another process. It keeps the time there: the way to it costs nothing."""
+
+    def __init__(self, worker: Worker, shape: Shape, seed: int) -> None:
+        self._worker, self._what = worker, (shape, seed)
+
+    def check(self, plan: Plan) -> Checked:
+        """As `LiveRunner.check`; a death is a `DeviceError`, the next call starts another one."""
+        checked: Checked = self._worker.call("check", self._what, plan)
+        return checked
+
+    def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
+        """As `LiveRunner.sample`; a death as in `check`."""
+        seconds, executed = self._worker.call("sample", self._what, plan, inner)
+        return seconds, executed
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class _Host:
+    """The other end of `RemoteRunner`: one runner at a time."""
+
+    def __init__(self, device: Device) -> None:
+        self._runners = LiveRunners(device)
+        self._what: tuple[Shape, int] | None = None
+        self._runner: Runner | None = None
+
+    def check(self, what: tuple[Shape, int], plan: Plan) -> Checked:
+        return self._of(what).check(plan)
+
+    def sample(self, what: tuple[Shape, int], plan: Plan, inner: int) -> tuple[float, Plan | None]:
+        return self._of(what).sample(plan, inner)
+
+    def make_room(self) -> None:
+        self._what = self._runner = None
+        self._runners.make_room()
+
+    def _of(self, what: tuple[Shape, int]) -> Runner:
+        if self._runner is None or what != self._what:
+            self._runner = None  # with its memory, before there is another one
+            self._runner, self._what = self._runners(*what), what
+        return self._runner

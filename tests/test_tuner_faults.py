@@ -1,0 +1,290 @@
+"""Tuning when things go wrong: each fault ends in a stored status and one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fakes import FakeBackend, FakeRunner, FakeRunners, make_device
+
+from mla_tuner import tuner
+from mla_tuner.errors import BudgetError, BusyError, DeviceError
+from mla_tuner.measure import Checked
+from mla_tuner.plan import MLX, Plan
+from mla_tuner.shapes import Bucket, Shape
+from mla_tuner.store import Store
+from mla_tuner.tuner import SIGN_OF_LIFE, BucketTuned, Event, Waiting, default_buckets, tune
+
+DEVICE = make_device(4)
+BUCKETS = default_buckets([1024, 2048, 4096], [1], [16], ["bfloat16"])
+DEATH = "the process of the duel died (signal 9)"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
+    monkeypatch.setattr(tuner.backends, "get", lambda name: FakeBackend())
+    with Store(tmp_path / "t.db") as store:
+        yield store
+
+
+def truth(shape: Shape, plan: Plan) -> float:
+    """Splitting pays everywhere."""
+    return shape.context * (1e-5 if plan == MLX else 5e-6 + 1e-6 / plan.partitions)
+
+
+def statuses(store: Store, bucket: Bucket) -> Counter[tuple[str, str]]:
+    return Counter((row["stage"], row["status"]) for row in store.evidence(bucket))
+
+
+def run_row(store: Store) -> dict[str, dict[str, object]]:
+    with sqlite3.connect(store.path) as db:
+        row = db.execute("SELECT options, conditions FROM run ORDER BY id DESC").fetchone()
+    return {"options": json.loads(row[0]), "conditions": json.loads(row[1])}
+
+
+# --- budgets and grids ---------------------------------------------------------------------------
+
+
+def test_a_budget_of_nothing_stores_the_run_and_nothing_else(store: Store) -> None:
+    runners = FakeRunners(truth)
+    with pytest.raises(BudgetError, match=r"^a budget of 0 s is too small for a single bucket"):
+        tune(store, DEVICE, BUCKETS, budget_s=0.0, runners=runners)
+    rows = store.check()["rows"]
+    assert (rows["run"], rows["measurement"], rows["plan"]) == (1, 0, 0)
+    assert runners.made == []
+
+
+def test_where_no_plan_but_mlx_is_legal_mlx_is_the_winner(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "candidates", lambda bucket, device, backend: [MLX])
+    summary = tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=FakeRunners(truth))
+    assert [row.plan for row in summary.tuned] == [MLX] * len(BUCKETS)
+    assert statuses(store, BUCKETS[0]) == {("duel", "ok"): 1}
+
+
+def test_where_all_else_is_wrong_mlx_is_the_winner(store: Store) -> None:
+    wrong = Checked(False, 0.3, "row error 3.0e-01 exceeds 2.5e-03", 1e-3)
+    right = Checked(True, 1e-3, "", 1e-3)
+    options = {"check_result": lambda plan: right if plan == MLX else wrong}
+    summary = tune(
+        store, DEVICE, BUCKETS[:1], budget_s=1e4, runners=FakeRunners(truth, options=options)
+    )
+    assert [row.plan for row in summary.tuned] == [MLX]
+    found = statuses(store, BUCKETS[0])
+    assert found[("search", "wrong")] >= 3
+    assert found[("duel", "ok")] == 1
+
+
+def test_a_wrong_mlx_fails_its_buckets_but_the_device_lives(store: Store) -> None:
+    options = {"check_result": lambda plan: Checked(plan != MLX, 0.3, "NaN", 1e-3)}
+    runners = FakeRunners(truth, options=options)
+    summary = tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=runners)
+    assert [reason for _, reason in summary.failed] == ["mlx itself failed: NaN"] * 3
+    assert store.plans() == []
+    assert statuses(store, BUCKETS[2])[("cut", "wrong")] == 1
+
+
+# --- a device that fails -------------------------------------------------------------------------
+
+
+def vanishing(moment_s: float, fault: Callable[[], float]) -> FakeRunners:
+    """From some moment on every sample ends in `fault`."""
+
+    def seconds(shape: Shape, plan: Plan) -> float:
+        return fault() if runners.now() > moment_s else truth(shape, plan)
+
+    runners = FakeRunners(seconds)
+    return runners
+
+
+def gone() -> float:
+    raise RuntimeError("[metal] device lost\nno more details")
+
+
+@pytest.mark.parametrize(
+    ("share", "fault", "cause"),
+    [
+        (0.0, gone, "RuntimeError: [metal] device lost no more details"),
+        (0.3, gone, "RuntimeError: [metal] device lost no more details"),
+        (0.5, gone, "RuntimeError: [metal] device lost no more details"),
+        (0.95, gone, "RuntimeError: [metal] device lost no more details"),
+        (0.1, lambda: math.nan, "the clock gave nan s"),
+        (0.6, lambda: 0.0, "the clock gave 0.0 s"),
+    ],
+)
+def test_a_device_that_vanishes_ends_the_run_after_recording(
+    store: Store, tmp_path: Path, share: float, fault: Callable[[], float], cause: str
+) -> None:
+    """At any moment of the second bucket: in its search, after `mlx` left that, or in its duel."""
+    ends: list[float] = []
+    whole = FakeRunners(truth)
+    with Store(tmp_path / "whole.db") as other:
+        tune(
+            *(other, DEVICE, BUCKETS[:2]),
+            budget_s=1e4,
+            runners=whole,
+            progress=lambda event: ends.append(whole.now()) if type(event) is BucketTuned else None,
+        )
+    runners = vanishing(ends[0] + share * (ends[1] - ends[0]), fault)
+    with pytest.raises(DeviceError) as stop:
+        tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=runners)
+    line = f"{DEVICE.key} stopped working ({cause}); finished buckets are stored"
+    assert str(stop.value) == line
+    assert [row.bucket for row in store.plans()] == BUCKETS[:1]
+    assert BUCKETS[2].shape not in runners.made  # no hammering
+    assert runners.made[-1] == SIGN_OF_LIFE
+    assert {stage for stage, _ in statuses(store, BUCKETS[1])} == {"cut"}
+    assert statuses(store, BUCKETS[1])[("cut", "error")] >= 2
+    again = tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, runners=FakeRunners(truth))
+    assert [row.bucket for row in again.tuned] == BUCKETS[1:2]
+
+
+def test_mlx_out_of_memory_on_one_shape_is_no_vanished_device(store: Store) -> None:
+    def seconds(shape: Shape, plan: Plan) -> float:
+        if shape.context == 2048 and plan == MLX:
+            raise MemoryError("the cache takes 9.0 GiB, a quarter of memory is 6.0")
+        return truth(shape, plan)
+
+    summary = tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=FakeRunners(seconds))
+    assert [row.bucket for row in summary.tuned] == [BUCKETS[0], BUCKETS[2]]
+    ((bucket, reason),) = summary.failed
+    assert bucket == BUCKETS[1]
+    assert reason.startswith("mlx itself failed: MemoryError: the cache takes 9.0 GiB")
+
+
+# --- the process of the duel ---------------------------------------------------------------------
+
+
+@dataclass
+class Mortal(FakeRunners):
+    """Whose duels die at the samples of some plans."""
+
+    dies: Callable[[Plan], bool] = lambda plan: True
+
+    @contextmanager
+    def fresh(self, shape: Shape, seed: int) -> Iterator[FakeRunner]:
+        runner = self(shape, seed)
+        sample = runner.sample
+
+        def deadly(plan: Plan, inner: int) -> tuple[float, Plan | None]:
+            if self.dies(plan):
+                raise DeviceError(DEATH)
+            return sample(plan, inner)
+
+        runner.sample = deadly  # type: ignore[method-assign]
+        yield runner
+
+
+def test_a_plan_that_kills_the_duel_loses_it(store: Store) -> None:
+    runners = Mortal(truth, dies=lambda plan: plan != MLX)
+    summary = tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=runners)
+    assert [row.plan for row in summary.tuned] == [MLX] * 3
+    assert statuses(store, BUCKETS[0])[("duel", "error")] == 1
+    (row,) = (r for r in store.evidence(BUCKETS[0]) if r["status"] == "error")
+    assert row["message"] == DEATH
+
+
+def test_a_duel_that_dies_with_mlx_has_no_verdict_and_tuning_goes_on(store: Store) -> None:
+    runners = Mortal(truth)
+    summary = tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=runners)
+    assert summary.failed == [(bucket, f"mlx itself failed: {DEATH}") for bucket in BUCKETS]
+    assert store.plans() == []
+    assert statuses(store, BUCKETS[0])[("cut", "error")] == 2
+    again = tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=FakeRunners(truth))
+    assert len(again.tuned) == 3
+
+
+def test_each_duel_has_a_runner_of_its_own(store: Store) -> None:
+    runners = FakeRunners(truth)
+    summary = tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=runners)
+    assert all(row.plan.native for row in summary.tuned)
+    assert runners.duels == [bucket.shape for bucket in BUCKETS]
+
+
+# --- the state of the machine --------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> FakeRunners:
+    """What `tune` makes when it is not told what to measure."""
+    runners = FakeRunners(truth, 0.05)
+    monkeypatch.setattr(tuner, "IsolatedRunners", lambda device: runners)
+    return runners
+
+
+def test_the_state_of_the_machine_and_force_are_stored_with_the_run(
+    store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(device, *, force, tell):
+        tell("waiting up to 10 s: low-power mode is on")
+        return {"low_power_mode": True, "forced": "low-power mode is on"} if force else {}
+
+    events: list[Event] = []
+    monkeypatch.setattr(tuner, "settle", settle)
+    tune(store, DEVICE, BUCKETS[:1], budget_s=1e4, progress=events.append, force=True)
+    stored = run_row(store)
+    assert stored["options"]["force"] is True
+    assert stored["conditions"]["forced"] == "low-power mode is on"
+    assert events[1] == Waiting("waiting up to 10 s: low-power mode is on")
+    tune(store, DEVICE, BUCKETS[:2], budget_s=1e4)
+    assert run_row(store)["options"]["force"] is False
+
+
+def test_a_machine_that_is_not_fit_is_refused_before_anything_is_stored(
+    store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(device, **options):
+        raise BusyError("other processes use 2.0 of 2 cores")
+
+    monkeypatch.setattr(tuner, "settle", settle)
+    with pytest.raises(BusyError, match="other processes"):
+        tune(store, DEVICE, BUCKETS, budget_s=1e4)
+    assert store.check()["rows"]["run"] == 0
+    assert live.made == []
+    with pytest.raises(BudgetError):  # nothing will be timed: nothing to be fit for
+        tune(store, DEVICE, BUCKETS, budget_s=0.0)
+    tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=FakeRunners(truth))
+    tune(store, DEVICE, BUCKETS, budget_s=1e4)  # all are tuned
+
+
+def test_dropped_rounds_are_counted_over_the_run(store: Store) -> None:
+    restless = FakeRunners(lambda shape, plan: 1e-2, 0.1)
+    summary = tune(store, DEVICE, BUCKETS, budget_s=1e5, runners=restless)
+    assert summary.dropped > 10
+    assert summary.paused_s > summary.dropped * 0.04
+    quiet = tune(store, make_device(2), BUCKETS, budget_s=1e5, runners=FakeRunners(truth))
+    assert (quiet.dropped, quiet.paused_s) == (0, 0.0)
+
+
+# --- upgrades ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlx", "system"])
+def test_after_an_upgrade_old_winners_are_confirmed_before_anything_is_searched(
+    store: Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, runners=FakeRunners(truth))
+    before = {row.bucket: row.plan for row in store.plans()}
+    searched = store.check()["rows"]["measurement"]
+    software = {**tuner.devices.software(), name: "another"}
+    monkeypatch.setattr(tuner.devices, "software", lambda: software)
+
+    def lost(shape: Shape, plan: Plan) -> float:  # splitting long contexts pays no more
+        return truth(shape, plan) * (3 if shape == BUCKETS[1].shape and plan.native else 1)
+
+    summary = tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, runners=FakeRunners(lost))
+    plans = {row.bucket: row.plan for row in summary.tuned}
+    assert plans[BUCKETS[0]] == before[BUCKETS[0]]
+    assert not plans[BUCKETS[1]].native
+    assert len(store.evidence(BUCKETS[0])) < searched / 2 + 3  # one search, and two short duels
+    third = tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, runners=FakeRunners(lost))
+    assert third.skipped_known == BUCKETS[:2]

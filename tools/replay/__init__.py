@@ -1,0 +1,1 @@
+"""The replay lab: recorded sweeps and simulated devices drive the real tuner and policy."""

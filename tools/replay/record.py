@@ -1,0 +1,176 @@
+"""Makes a recording on this machine: exhaustive sweeps through the real runners."""
+
+from __future__ import annotations
+
+import math
+import random
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from mla_tuner import backends
+from mla_tuner import device as devices
+from mla_tuner.candidates import candidates
+from mla_tuner.conditions import settle
+from mla_tuner.live import LiveRunners
+from mla_tuner.measure import SAMPLE_S, Runner, machine_lock
+from mla_tuner.plan import Plan
+from mla_tuner.shapes import Shape
+
+from .recording import MIN_ROUNDS, Recording, Samples, Sweep, load, save
+
+ROUNDS = 15
+# Times behind the best in every one of the first rounds: no more of those are needed. A plan of two
+# threads looks like that for a while when a core is taken.
+HOPELESS = 8.0
+HOPELESS_ROUNDS = 4
+SLACK = 1.3  # a sweep is started only if this many times its estimate is left
+
+# Grid points that are tuned in the replay, and shapes between them that only score it. The likely
+# ones first; the longest take seconds a call in plain MLX on a CPU.
+GRID = [
+    *[Shape(c, 1, 16) for c in (1024, 2048, 4096, 8192, 16384, 32768)],
+    *[Shape(c, 1, 16) for c in (1536, 3000, 5000, 12000, 24576)],
+    *[Shape(c, 1, 128) for c in (1024, 2048, 4096, 8192)],
+    *[Shape(c, 1, 128) for c in (1536, 3000, 5000)],
+    *[Shape(c, 2, 16) for c in (1024, 2048, 4096, 8192)],
+    *[Shape(c, 4, 16) for c in (1024, 2048, 4096)],
+    *[Shape(c, b, 16) for c in (1536, 3000) for b in (2, 3, 4)],
+    *[Shape(c, 2, 128) for c in (1024, 2048, 4096)],
+    *[Shape(c, b, 128) for c in (1536, 3000) for b in (2, 3)],
+    *[Shape(c, 1, 20) for c in (1024, 4096, 16384, 1536, 6000, 12000)],
+    Shape(5000, 2, 16),
+    Shape(40000, 1, 16),
+]
+
+
+def record(
+    out: Path,
+    shapes: Sequence[Shape],
+    *,
+    budget_s: float,
+    tell: Callable[[str], None],
+    force: bool = False,
+) -> Recording:
+    """Sweep the shapes that the file doesn't hold yet, as far as the budget goes.
+
+    The file is written after every shape, so that a run may be cut short and go on later. Holds the
+    machine's lock.
+
+    Raises:
+        ValueError: the file is of another device, kernel or MLX release, or no recording.
+        BusyError: another process is tuning, or others keep the machine busy and nothing forces it.
+    """
+    device = devices.probe()
+    recording = _resumed(out, device)
+    with machine_lock():
+        state = settle(device, force=force)
+        recording.measured += f"; {len(recording.sweeps)} shapes on, {state}"
+        runners = LiveRunners(device)
+        deadline = runners.now() + budget_s
+        for shape in (shape for shape in shapes if shape not in recording.sweeps):
+            started = runners.now()
+            if started > deadline:
+                tell("the budget was used up")
+                break
+            sweep = sweep_shape(runners(shape, 0), shape, exact_candidates(shape, device), deadline)
+            if sweep is None:
+                tell(f"{shape}: passed over, {deadline - runners.now():.0f} s are left")
+                continue
+            recording.sweeps[shape] = sweep
+            save(recording, out)
+            tell(f"{shape}: {len(sweep.samples)} plans, {runners.now() - started:.1f} s")
+    return recording
+
+
+def exact_candidates(shape: Shape, device: devices.Device) -> list[Plan]:
+    """The legal plans of a shape itself, which may lie between buckets."""
+    exact = shape.bucket._replace(context=shape.context, batch=shape.batch)
+    return candidates(exact, device, backends.get(device.backend))
+
+
+def sweep_shape(
+    runner: Runner, shape: Shape, plans: Sequence[Plan], deadline: float
+) -> Sweep | None:
+    """Proves each plan, then times all of them in shuffled rounds. None: it would not fit.
+
+    Raises:
+        RuntimeError: a plan is wrong here, or another one ran: nothing to record.
+    """
+    first: dict[Plan, float] = {}
+    for plan in plans:
+        if runner.now() > deadline:
+            return None
+        checked = runner.check(plan)
+        if not checked.ok:
+            raise RuntimeError(f"{plan} is wrong at {shape}: {checked.reason}")
+        first[plan] = checked.seconds
+    if runner.now() + SLACK * _estimate(first) > deadline:
+        return None
+    rng = random.Random(str(shape))
+    inner = {plan: _inner(runner, plan, first[plan]) for plan in plans}
+    samples: dict[Plan, list[float | None]] = {plan: [] for plan in plans}
+    live = list(plans)
+    for at in range(ROUNDS):
+        for row in samples.values():
+            row.append(None)
+        for plan in rng.sample(live, len(live)):
+            seconds, ran = runner.sample(plan, inner[plan])
+            if ran is None or (ran.path, ran.partitions) != (plan.path, plan.partitions):
+                raise RuntimeError(f"asked for {plan} at {shape}, but {ran} ran")
+            samples[plan][at] = seconds * 1e6
+        if at + 1 == HOPELESS_ROUNDS:
+            live = _close(samples)
+    rows: dict[Plan, Samples] = {plan: tuple(row) for plan, row in samples.items()}
+    return Sweep(shape, rows, {plan: seconds * 1e6 for plan, seconds in first.items()})
+
+
+def _estimate(first: dict[Plan, float]) -> float:
+    best = min(first.values())
+    rounds = {p: ROUNDS if s < HOPELESS * best else HOPELESS_ROUNDS for p, s in first.items()}
+    return sum(rounds[plan] * max(seconds, SAMPLE_S) for plan, seconds in first.items())
+
+
+def _inner(runner: Runner, plan: Plan, first_s: float) -> int:
+    """Chained calls that make a sample long enough."""
+    if first_s > 10 * SAMPLE_S:
+        return 1
+    seconds, _ = runner.sample(plan, 1)
+    return min(64, max(1, math.ceil(SAMPLE_S / seconds)))
+
+
+def _close(samples: dict[Plan, list[float | None]]) -> list[Plan]:
+    """The plans that are not hopeless."""
+    least = {plan: min(t for t in row if t is not None) for plan, row in samples.items()}
+    best = min(least.values())
+    return [plan for plan in samples if least[plan] < HOPELESS * best]
+
+
+def _resumed(out: Path, device: devices.Device) -> Recording:
+    kernel = backends.get(device.backend).digest()
+    software = {name: str(version) for name, version in devices.software().items()}
+    if not out.exists():
+        return Recording(
+            device,
+            kernel=kernel,
+            software=software,
+            system=system_version(),
+            date=datetime.now(timezone.utc).date().isoformat(),
+            command=shlex.join(["python", "-m", "tools.replay", *sys.argv[1:]]),
+            measured=f"all candidates in {ROUNDS} shuffled rounds ({MIN_ROUNDS} at least), cold "
+            f"caches; those {HOPELESS:g}x behind in {HOPELESS_ROUNDS} rounds",
+        )
+    known = load(out)
+    then = known.device.key, known.kernel, known.software.get("mlx")
+    now = device.key, kernel, software.get("mlx")
+    if then != now:
+        raise ValueError(f"{out} is a recording of {then}, this is {now}: name another file")
+    return known
+
+
+def system_version() -> str:
+    """OS version; "" where the device doesn't tell."""
+    tell = getattr(devices, "system_version", None)
+    return str(tell()) if tell else ""
