@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
 from math import comb, erfc, log, sqrt
 from statistics import median
 
@@ -100,11 +102,17 @@ def slower_p(log_ratios: Sequence[float]) -> float:
     if n > 25:
         spread = sqrt(n * (n + 1) * (2 * n + 1) / 24)
         return 0.5 * erfc((positive - n * (n + 1) / 4) / spread / sqrt(2))
+    return _rank_sum_tail(n)[positive]
+
+
+@cache
+def _rank_sum_tail(n: int) -> tuple[float, ...]:
+    """P(rank sum of n fair signs >= s) for every s."""
     counts = [1] + [0] * (n * (n + 1) // 2)  # counts[s]: rank subsets that sum to s
     for rank in range(1, n + 1):
         for total in range(len(counts) - 1, rank - 1, -1):
             counts[total] += counts[total - rank]
-    return sum(counts[positive:]) / 2.0**n
+    return tuple(total / 2.0**n for total in reversed(list(accumulate(reversed(counts)))))
 
 
 def paired(plan: Sequence[float], other: Sequence[float]) -> list[float]:
