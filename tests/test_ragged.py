@@ -134,23 +134,15 @@ def test_mlx_takes_unequal_sequences_one_by_one(hardware: devices.Hardware) -> N
 # --- measuring and scoring -----------------------------------------------------------------------
 
 
-def test_a_disturbed_sample_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fixed:
-        seconds = iter([1.0, 2.0, 3.0])
-
-        def sample(self, plan: Plan, inner: int) -> tuple[float, Plan]:
-            return next(self.seconds), plan
-
-    waits = iter([0.0, 0.9, 0.9, 0.9, 0.9, 1.9])
-    monkeypatch.setattr(times, "_waited", lambda: next(waits))
-    assert times._sample(Fixed(), MLX) == (0.0, 2.0)  # type: ignore[arg-type]
-
-
 def test_times_are_paired_within_rounds() -> None:
-    slow, fast, gone = splits(2, 3, 4)
-    samples = {slow: [2.0, 20.0, 2.2], fast: [1.0, 10.0, 1.0], gone: [5.0]}
-    assert times.relative(samples) == {slow: 2.0, fast: 1.0, gone: 5.0}
-    assert times.promising(samples) == [fast]
+    slow, fast = splits(2, 3)
+    samples = {slow: [2.0, 20.0, 3.0], fast: [1.0, 10.0, 1.0]}
+    assert times.relative(samples) == {slow: 2.0, fast: 1.0}
+
+
+@pytest.mark.parametrize(("undisturbed", "told"), [(0.49, True), (0.5, False)])
+def test_a_disturbed_measurement_says_so(undisturbed: float, told: bool) -> None:
+    assert ("not judged" in command.title(times.Found({}, 9, undisturbed))) is told
 
 
 @pytest.mark.usefixtures("kernel")

@@ -14,16 +14,12 @@ from mla_tuner import device
 from mla_tuner.candidates import piece_tokens, pieces, row_groups, rows_per_task
 from mla_tuner.evidence import MIN_ROUNDS, paired
 from mla_tuner.live import LiveRunners
-from mla_tuner.measure import Runner
 from mla_tuner.plan import Plan
 from mla_tuner.shapes import DTYPE_BYTES, Shape
 from tools.replay.devices import Hardware
 
 Times = dict[Plan, float]
-LEAVES = 1.1  # a plan that far behind the best in each of TRIAL rounds is timed no more
-TRIAL = 3
-CALM = 0.03  # of a sample's time; one in which threads waited longer for a core is taken again
-TRIES = 4
+CALM = 0.03  # of a sample's time, that threads may have waited for a core
 
 
 # --- measured ----------------------------------------------------------------------------------
@@ -31,8 +27,8 @@ TRIES = 4
 
 @dataclass(frozen=True)
 class Found:
-    """Times of each shape's plans, in units of one of them; the rounds behind them, and the share
-    of samples in which no thread of ours waited for a core.
+    """Times of each shape's plans, in units of one of them. `undisturbed` is the share of samples
+    in which no thread of ours waited for a core.
     """
 
     times: dict[Shape, Times]
@@ -43,66 +39,42 @@ class Found:
 def measure(
     shapes: Iterable[Shape], plans: Callable[[Shape], Sequence[Plan]], seconds: float, seed: int = 0
 ) -> Found:
-    """A round times every live plan of every shape once, in shuffled order, on cold caches. Times
-    of one shape are compared within a round only. At least six rounds, whatever `seconds` says.
+    """A round times every plan of every shape once, in shuffled order, on cold caches. Only
+    times of one round are compared. At least six rounds, whatever `seconds` says.
 
     Raises:
         RuntimeError: another plan ran than the one asked for.
     """
     runners, rng = LiveRunners(device.probe("cpu")), random.Random(seed)
-    left = {shape: list(plans(shape)) for shape in shapes}
-    runners.pool_for(max(left, key=lambda shape: shape.cache_bytes))  # one serves all
-    running = {shape: runners(shape, seed) for shape in left}
-    samples: dict[Shape, dict[Plan, list[float]]] = {s: {p: [] for p in left[s]} for s in left}
-    rounds, disturbed, end = 0, [], perf_counter() + seconds
+    asked = {shape: list(plans(shape)) for shape in shapes}
+    runners.pool_for(max(asked, key=lambda shape: shape.cache_bytes))  # one serves all
+    running = {shape: runners(shape, seed) for shape in asked}
+    samples: dict[Shape, dict[Plan, list[float]]] = {s: {p: [] for p in asked[s]} for s in asked}
+    rounds, calm, end = 0, [], perf_counter() + seconds
     while rounds < MIN_ROUNDS or perf_counter() < end:
-        for shape in rng.sample(list(left), len(left)):
-            for plan in rng.sample(left[shape], len(left[shape])):
-                waited, took = _sample(running[shape], plan)
+        for shape in rng.sample(list(asked), len(asked)):
+            for plan in rng.sample(asked[shape], len(asked[shape])):
+                before = _waited()
+                took, ran = running[shape].sample(plan, 1)
+                calm.append(_waited() - before <= CALM * took)
+                if ran != plan:
+                    raise RuntimeError(f"{ran} ran instead of {plan}")
                 samples[shape][plan].append(took)
-                disturbed.append(waited > CALM)
         rounds += 1
-        if rounds == TRIAL:
-            left = {shape: promising(samples[shape]) for shape in left}
     times = {shape: relative(timed) for shape, timed in samples.items()}
-    return Found(times, rounds, 1 - sum(disturbed) / len(disturbed))
+    return Found(times, rounds, sum(calm) / len(calm))
 
 
-def _sample(runner: Runner, plan: Plan) -> tuple[float, float]:
-    """The calmest of a few: time that threads of ours waited for a core, as a share; seconds."""
-    best = (float("inf"), 0.0)
-    for _ in range(TRIES):
-        before = _waited()
-        took, ran = runner.sample(plan, 1)
-        if ran != plan:
-            raise RuntimeError(f"{ran} ran instead of {plan}")
-        best = min(best, ((_waited() - before) / took, took))
-        if best[0] <= CALM:
-            break
-    return best
+def relative(samples: dict[Plan, list[float]]) -> Times:
+    """Medians of the ratios to the plan with the lowest median, paired within rounds."""
+    best = min(samples, key=lambda plan: median(samples[plan]))
+    return {plan: median(paired(taken, samples[best])) for plan, taken in samples.items()}
 
 
 def _waited() -> float:
     """Seconds that our threads could have run and did not; 0 where the system doesn't tell."""
     tasks = Path("/proc/self/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[1]) for task in tasks) * 1e-9
-
-
-def promising(samples: dict[Plan, list[float]]) -> list[Plan]:
-    """Plans that are not far behind in every round."""
-    best = _leader(samples)
-    return [p for p in samples if min(paired(samples[p], samples[best])) <= LEAVES]
-
-
-def relative(samples: dict[Plan, list[float]]) -> Times:
-    """Medians of the ratios to the leader, paired within rounds."""
-    best = _leader(samples)
-    return {plan: median(paired(taken, samples[best])) for plan, taken in samples.items()}
-
-
-def _leader(samples: dict[Plan, list[float]]) -> Plan:
-    longest = max(map(len, samples.values()))
-    return min((p for p in samples if len(samples[p]) == longest), key=lambda p: median(samples[p]))
 
 
 # --- modelled ----------------------------------------------------------------------------------

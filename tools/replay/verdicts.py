@@ -94,13 +94,10 @@ def flips(hardware: Hardware, name: str, noise: Noise, buckets: Sequence[Bucket]
         differ = plans[0].native != plans[1].native or max(times) > SAME * min(times)
         flipped += differ
         ties += plans[0] != plans[1] and not differ
+    what = f"winners that flip, {hardware.device.name}, {name}"
     told = f"{percent(flipped, len(both))}, {ties} more are ties"
-    return Score(
-        f"winners that flip, {hardware.device.name}, {name}",
-        told,
-        f"<= {FLIP_SHARE:.0%}",
-        flipped <= FLIP_SHARE * len(buckets) and len(both) == len(buckets),
-    )
+    met = flipped <= FLIP_SHARE * len(buckets) and len(both) == len(buckets)
+    return Score(what, told, f"<= {FLIP_SHARE:.0%}", met)
 
 
 def flip_buckets(contexts: Sequence[int]) -> list[Bucket]:
