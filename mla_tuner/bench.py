@@ -8,7 +8,7 @@ from . import backends
 from .candidates import candidates, piece_tokens, pieces
 from .device import Device
 from .evidence import Measurement
-from .live import LiveRunners
+from .live import IsolatedRunners
 from .measure import Progress, machine_lock, measure
 from .plan import PATHS, Plan
 from .shapes import Bucket, Shape
@@ -74,14 +74,14 @@ def bench(
 ) -> Iterator[Row]:
     """Rows of every plan on every shape; `budget_s` seconds are shared by the shapes.
 
-    All plans of a shape are timed in the same shuffled rounds. A plan that can't run or fails has a
-    row without times; `progress` is told of each measurement, failures with their message.
+    All plans of a shape are timed in the same shuffled rounds. A plan that can't run, fails or
+    crashes has a row without times; `progress` is told of each measurement, failures with their
+    message.
 
     Raises:
         BusyError: another process is timing on this machine.
     """
-    runners = LiveRunners(device)
-    with machine_lock():
+    with machine_lock(), IsolatedRunners(device) as runners:
         for shape in shapes:
             asked = plans(shape)
             refused = {

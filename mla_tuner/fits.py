@@ -108,8 +108,7 @@ def path_between(share: float, lower: Tuned, upper: Tuned) -> str:
     """The path at a share (0..1 of the log) of the way between two tuned contexts.
 
     One that both ends agree on; else the fastest by the interpolated speed-ups, where it clears
-    `MIN_GAIN` over what it replaces; else `mlx`. A speed-up that is needed and missing leaves the
-    end that risks less: `mlx`, or `single` where both ends are native.
+    `MIN_GAIN` over what it replaces; else `mlx`, also where a speed-up is needed and missing.
     """
     ends = {lower.plan.path, upper.plan.path}
     if len(ends) == 1:
@@ -118,7 +117,7 @@ def path_between(share: float, lower: Tuned, upper: Tuned) -> str:
     found = speedups_between(share, lower, upper)
     at = {path: value for path, value in found._asdict().items() if path in native}
     if None in at.values():
-        return "single" if native == ends else "mlx"
+        return "mlx"
     if "split" in at and at["split"] > MIN_GAIN * max(1.0, at.get("single", 1.0)):
         return "split"
     return "single" if at.get("single", 0.0) > MIN_GAIN else "mlx"
@@ -172,13 +171,16 @@ def between(bucket: Bucket, lower: Tuned, upper: Tuned, cores: int | None) -> Pl
     return Plan("split", counts[tile], tile)
 
 
-def for_batch(plan: Plan, bucket: Bucket, batch: int, cores: int | None) -> Plan:
+def for_batch(
+    plan: Plan, bucket: Bucket, batch: int, cores: int | None, speedups: Speedups
+) -> Plan:
     """A bucket's plan for the exact batch that was rounded to the bucket's.
 
     As many tasks as were tuned, within as many waves; cut finer where that leaves much less of a
-    wave idle. A plan that is cut into one piece becomes `single`, one of more becomes `split`.
+    wave idle. A plan that is cut into one piece becomes `single`, one of more becomes `split`, but
+    only where that path was measured to be faster than `mlx` at the bucket's batch.
     """
-    if not plan.native or batch == bucket.batch or not cores:
+    if plan.path not in ("single", "split") or batch == bucket.batch or not cores:
         return plan
     groups = row_groups(bucket.heads * bucket.q_len, plan.tile)
 
@@ -192,7 +194,10 @@ def for_batch(plan: Plan, bucket: Bucket, batch: int, cores: int | None) -> Plan
     finer = range(least + 1, 2 * least + 2)
     better = (n for n in finer if waves(n) / n <= NEARLY_AS_FULL * scan)
     count = pieces(bucket.context, min(next(better, least), MAX_PARTITIONS))
-    return Plan("split" if count > 1 else "single", count, plan.tile)
+    path = "split" if count > 1 else "single"
+    if path != plan.path and (speedups._asdict()[path] or 0.0) <= MIN_GAIN:
+        return plan
+    return Plan(path, count, plan.tile)
 
 
 def _partitions(bucket: Bucket, tile: str, lower: Tuned, upper: Tuned, cores: int | None) -> int:

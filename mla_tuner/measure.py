@@ -33,6 +33,7 @@ PAUSE_S = 0.05  # after a dropped round: long enough for a short disturbance to 
 LONGEST_PAUSE_S = 1.6  # each pause is twice the last where that did not help
 SAMPLE_S = 1e-3  # shorter samples are mostly timer and scheduler
 MAX_INNER = 64  # about as many layers as a model has: nobody chains more before a sync
+LONGEST_CHAIN_S = 10 * SAMPLE_S  # of a chain that is only as long as that of another plan
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,18 @@ class Effort:
     least: int = 0
 
 
-# An interval reaches to each side 0.8 standard deviations of a round with 12 rounds, 0.6 with 17,
+# An interval reaches to each side 0.8 standard deviations of a round with 12 rounds, 0.6 with 19,
 # 0.3 with 61, 0.2 with 121.
 FULL = Effort(settled=MIN_ROUNDS, most=61, seconds=2.0, least=12)  # every plan gets its interval
 # Finds the plan worth a duel. Ten rounds of 4 % noise found a plan 5 % ahead of ten others 31 times
 # of 100, 41 rounds 99 times (simulated).
 SEARCH = Effort(settled=2, most=41, ranked=True, seconds=1.0, least=10)
-DUEL = Effort(settled=MIN_ROUNDS, most=121, seconds=6.0, least=17)  # tells 5 % from noise of 3 %
+DUEL = Effort(settled=MIN_ROUNDS, most=121, seconds=6.0, least=19)  # tells 5 % from noise of 3 %
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Whether a plan's result is right on the real shape, and the seconds of its first call."""
+    """Whether a plan's result is right on the real shape, and the seconds of a warm call."""
 
     ok: bool
     max_error: float
@@ -146,12 +147,19 @@ def machine_lock() -> Iterator[None]:
     except OSError as error:
         raise BusyError(f"cannot open the lock file {path}: {error.strerror}") from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(lock, path)
         yield
-    except BlockingIOError as error:
-        raise BusyError(f"another process is tuning on this machine ({path} is locked)") from error
     finally:
         os.close(lock)
+
+
+def _take(lock: int, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BusyError(f"another process is tuning on this machine ({path} is locked)") from error
+    except OSError as error:  # some network file systems have no locks
+        raise BusyError(f"cannot lock the file {path}: {error.strerror}") from error
 
 
 def _open_lock(path: Path) -> int:
@@ -215,27 +223,38 @@ class _Session:
                 checked = self.runner.check(entry.plan)
                 entry.max_error = checked.max_error
                 if checked.ok:
-                    entry.inner = self._inner(entry.plan, checked.seconds)
-                    entry.cost_s = checked.seconds
+                    self._chain(entry, checked.seconds)
                     entry.live = True
                 else:
                     entry.fail("wrong", checked.reason)
             except Exception as error:  # whatever a plan dies of is evidence, not the tuner's end
                 entry.fail("error", one_line(error))
+        self._even_out()
 
-    def _inner(self, plan: Plan, first_s: float) -> int:
-        """Chained calls that make a sample long enough; the first call's time still has warm-up."""
-        if first_s > 10 * SAMPLE_S:
-            return 1
-        inner = 1
-        for _ in range(3):  # the first samples may still be slower than what follows
-            seconds, _ = self.runner.sample(plan, inner)
+    def _chain(self, entry: _Entry, warm_s: float) -> None:
+        """Chained calls that make a sample long enough."""
+        entry.cost_s = warm_s
+        if warm_s > LONGEST_CHAIN_S:
+            return
+        for again in range(4):  # the first samples may still be slower than what follows
+            seconds, _ = self.runner.sample(entry.plan, entry.inner)
             usable = math.isfinite(seconds) and seconds > 0
+            entry.cost_s = seconds if usable else warm_s
             wanted = min(MAX_INNER, math.ceil(SAMPLE_S / seconds)) if usable else 1
-            if wanted <= inner:
+            if again and wanted <= entry.inner:
                 break
-            inner = wanted
-        return inner
+            entry.inner = max(entry.inner, wanted)
+
+    def _even_out(self) -> None:
+        """Chains of one length, as far as that stays cheap: waiting for a chain's end is shared by
+        its calls, and a plan just above `SAMPLE_S` would pay twice what one just below it pays.
+        """
+        live = [entry for entry in self.entries if entry.live]
+        longest = max((entry.inner for entry in live), default=1)
+        for entry in live:
+            affordable = int(LONGEST_CHAIN_S / entry.cost_s) if entry.cost_s > 0 else 1
+            entry.inner = max(entry.inner, min(longest, affordable))
+            entry.cost_s *= entry.inner
 
     # --- rounds ------------------------------------------------------------------------------
 

@@ -93,8 +93,8 @@ def db_facts(path: Path, here: Device, backend: Backend) -> dict[str, object]:
     """State of a database for a device; the file is only read, and need not exist.
 
     `problem`: what else than a file is there, or why nobody may look. `plans` counts tuned buckets
-    that hold here, `other_mlx` those that `verify` can make hold, and `other_kernel` those that
-    must be tuned anew.
+    that hold here, `other_mlx` those of another MLX, OS or driver that `verify` can make hold, and
+    `other_kernel` those that must be tuned anew.
     """
     try:
         there, problem = exists(path), ""

@@ -23,7 +23,7 @@ from .errors import StoreError
 from .fits import Speedups, Tuned
 from .frozen import Frozen
 from .plan import MLX, Decision, Plan
-from .shapes import DEEPSEEK, Bucket, Geometry, bucket_fields, bucket_of
+from .shapes import DEEPSEEK, MAX_BATCH, Bucket, Geometry, bucket_fields, bucket_of
 from .table import Row, default_path, read_rows
 
 MAX_CACHED = 65536  # decisions; more distinct buckets than any server sees
@@ -84,7 +84,7 @@ class Policy:
             else:
                 self._stale[row.bucket] = self._why_stale(row)
         for bucket, row in sorted(self._rows.items()):
-            tuned = Tuned(bucket, row.plan, Speedups(row.single_speedup, row.split_speedup))
+            tuned = Tuned(bucket, row.plan, _known(row))
             self._families.setdefault(bucket._replace(context=0), []).append(tuned)
 
     @classmethod
@@ -131,8 +131,7 @@ class Policy:
         layout: str = "paged",
     ) -> Decision:
         """The plan for a shape; `batch` is the effective one. Never raises for ints and strings."""
-        if self.deterministic:
-            batch = 1
+        batch = self._batch(batch)
         key = bucket_fields(context, batch, heads, dtype, geometry, q_len, layout)
         try:
             return self._cache[key, batch]
@@ -150,8 +149,7 @@ class Policy:
         layout: str = "paged",
     ) -> list[Step]:
         """Every step of `decide` in order, with its numbers; exactly one answered."""
-        if self.deterministic:
-            batch = 1
+        batch = self._batch(batch)
         bucket = bucket_of(context, batch, heads, dtype, geometry, q_len, layout)
         steps = [Step("caller", False, "a plan given with the call would come first")]
         for name, answer in self._chain(bucket, batch):
@@ -161,6 +159,10 @@ class Policy:
         asked = {step.step for step in steps}
         left = [name for name in STEPS if name not in asked]
         return steps + [Step(name, False, f"not asked: {steps[-1].step} answered") for name in left]
+
+    def _batch(self, batch: int) -> int:
+        """The batch that is looked up: any int may come in."""
+        return 1 if self.deterministic else max(1, min(batch, MAX_BATCH))
 
     def _look_up(self, bucket: Bucket, batch: int) -> Decision:
         if len(self._cache) >= MAX_CACHED:
@@ -204,10 +206,12 @@ class Policy:
         refusal = self._refusal(row.plan, bucket)
         if refusal:
             return refusal
-        if self._for_batch(row.plan, bucket, batch) != row.plan:
+        if self._for_batch(row.plan, bucket, batch, _known(row)) != row.plan:
             return f"tuned at batch {bucket.batch} ({row.plan}), which batch {batch} would not fill"
         when = f"{self._from_frozen()}tuned on this device {row.day}{self._not_compared(row)}"
-        if row.plan == MLX:
+        if row.stage == "refute":
+            reason = f"{when}: the plan stored before failed `mla-tune verify`: run `mla-tune`"
+        elif row.plan == MLX:
             reason = f"{when}: nothing beats mlx at context {bucket.context}"
         else:
             low, high = row.speedup_low, row.speedup_high
@@ -219,9 +223,12 @@ class Policy:
         return Decision(row.plan, "tuned", reason, row.median_us, row.speedup, *interval)
 
     def _fitted(self, bucket: Bucket, batch: int) -> Decision | str:
+        if self.frozen:
+            reason = f"{self._from_frozen()}no plan for this bucket, and nothing else decides"
+            return Decision(MLX, "off", reason)
         row = self._rows.get(bucket)
         if row and not self._refusal(row.plan, bucket):
-            plan = self._for_batch(row.plan, bucket, batch)
+            plan = self._for_batch(row.plan, bucket, batch, _known(row))
             tuned = f"tuned at batch {bucket.batch} ({row.plan}){self._not_compared(row)}"
             return Decision(plan, "fitted", f"{self._from_frozen()}{tuned}, cut for batch {batch}")
         ends = self._neighbours(bucket)
@@ -238,7 +245,9 @@ class Policy:
         unknown = self._not_compared(*(self._rows[end.bucket] for end in ends))
         reason = f"{self._from_frozen()}between tuned contexts {below} and {above}{unknown}"
         reason += _why(plan, bucket, *ends)
-        return Decision(self._for_batch(plan, bucket, batch), "fitted", reason)
+        share = fits.share_of(bucket.context, *ends)
+        speedups = fits.speedups_between(share, *ends)
+        return Decision(self._for_batch(plan, bucket, batch, speedups), "fitted", reason)
 
     def _gated(self, bucket: Bucket, batch: int) -> Decision:
         plan, reason = gates.gate(bucket, self.device, self._backend)
@@ -251,7 +260,7 @@ class Policy:
     def _details(self, step: str, bucket: Bucket) -> Iterator[str]:
         if step == "tuned" and bucket in self._rows:
             row = self._rows[bucket]
-            yield from _speedups("here", Speedups(row.single_speedup, row.split_speedup))
+            yield from _speedups("here", _known(row))
         elif step == "fitted":
             yield from self._fitted_details(bucket)
         elif step == "gates":
@@ -307,14 +316,20 @@ class Policy:
     def _from_frozen(self) -> str:
         return f"frozen table {self.frozen[:12]}: " if self.frozen else ""
 
-    def _for_batch(self, plan: Plan, bucket: Bucket, batch: int) -> Plan:
+    def _for_batch(self, plan: Plan, bucket: Bucket, batch: int, speedups: Speedups) -> Plan:
         """The plan cut for the exact batch, where the back end takes that."""
-        cut = fits.for_batch(plan, bucket, batch, self.device.cores)
+        if self.frozen:  # the table alone decides about rounding
+            return plan
+        cut = fits.for_batch(plan, bucket, batch, self.device.cores, speedups)
         return plan if self._refusal(cut, bucket) else cut
 
     def _refusal(self, plan: Plan, bucket: Bucket) -> str | None:
         """A table is foreign data: it never selects what the back end refuses."""
         return self._backend.refusal(plan, bucket.shape) if plan.native else None
+
+
+def _known(row: Row) -> Speedups:
+    return Speedups(row.single_speedup, row.split_speedup)
 
 
 def _why(plan: Plan, bucket: Bucket, lower: Tuned, upper: Tuned) -> str:

@@ -33,8 +33,9 @@ class Versions:
         return cls(kernel, software["mlx"], software["system"])
 
     def same(self, row: Row) -> bool:
-        """Whether a winner was measured with exactly these; an unknown system is another one."""
-        return (row.kernel, row.mlx, row.system) == (self.kernel, self.mlx, self.system)
+        """Whether a winner is known to be measured with exactly these: no unknown system is."""
+        found = Versions(row.kernel, row.mlx, row.system)
+        return bool(self.system) and found == self
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class PlanCheck:
 
     `measurement` is that of the stored plan; where `mlx` is stored, of the plan that came closest
     to it. `now` is the winner that was stored for it, None where nothing was; where that should
-    have been, `note` says why it wasn't.
+    have been, `note` says why it wasn't. Where it is not `believed`, the machine was not fit for
+    timing: it may have made the result.
     """
 
     row: Row
@@ -51,6 +53,7 @@ class PlanCheck:
     measurement: Measurement | None
     now: Row | None = None
     note: str = ""
+    believed: bool = True
 
 
 def stale(store: Store, device: Device, here: Versions) -> list[Row]:
@@ -109,6 +112,11 @@ def tells(check: PlanCheck, here: Versions) -> bool:
     return check.measurement is not None and (lost or not here.same(check.row))
 
 
+def is_wrong(check: PlanCheck) -> bool:
+    """Whether the numbers that came out are wrong: no load does that, but one may end a call."""
+    return check.measurement is not None and check.measurement.status == "wrong"
+
+
 def revalidate(
     store: Store,
     run: int,
@@ -132,9 +140,11 @@ def revalidate(
 
 
 def _judge(default: Measurement, rival: Measurement, least: float) -> Result:
+    if default.status in ("wrong", "error"):  # where that fails too, the plan is not the cause
+        return "undecided"
     if rival.status == "wrong" or (rival.status == "error" and default.status == "ok"):
         return "wrong"
-    if rival.ratio_low is None or rival.ratio_high is None:  # or nothing runs here any more
+    if rival.ratio_low is None or rival.ratio_high is None:
         return "undecided"
     if rival.ratio_high < 1.0:
         return "slower"

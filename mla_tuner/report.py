@@ -257,7 +257,7 @@ def _db_state(db: Answer) -> str:
         return "not there yet: run mla-tune"
     state = f"{counted(db['plans'], 'plan')} for this device"
     if db["other_mlx"]:
-        state += f", {db['other_mlx']} of another MLX release: run mla-tune verify"
+        state += f", {db['other_mlx']} of another MLX, OS or driver: run mla-tune verify"
     if db["other_kernel"]:
         state += f", {db['other_kernel']} of another kernel: run mla-tune"
     return state

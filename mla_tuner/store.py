@@ -409,10 +409,10 @@ class Store:
         times = (best.median_us or 0.0, best.ratio or 1.0, best.ratio_low, best.ratio_high)
         versions = (rows[-1]["at"][:10], kernel, mlx, system)
         speedups = (_best_speedup(measured, path) for path in ("single", "split"))
-        values = (*bucket, *vars(best.plan).values(), *times, *versions, *speedups)
+        values = (*bucket, *vars(best.plan).values(), *times, *versions, *speedups, stage)
         row = checked_row(values)
         named = {"device": device, **dict(zip(ROW_COLUMNS, values, strict=True))}
-        named |= {"stage": stage, "reason": reason, "run": run}
+        named |= {"reason": reason, "run": run}
         self._db.table("plan").upsert(named, pk=schema.KEY)
         return row
 

@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     `kernel`, `mlx` and `system` (OS and driver, "" unknown) are what it was measured with.
     `single_speedup` and `split_speedup` are those of the best plan of that path, None where none
-    was measured.
+    was measured. `stage` is "refute" where `mlx` stands for a stored plan that failed later.
     """
 
     bucket: Bucket
@@ -48,6 +48,7 @@ class Row(NamedTuple):
     system: str = ""
     single_speedup: float | None = None
     split_speedup: float | None = None
+    stage: str = "duel"
 
     def counts(self, kernel: str, mlx: str, system: str) -> bool:
         """Whether it was measured with these versions. An unknown system differs from none."""
@@ -61,7 +62,7 @@ ROW_COLUMNS = (
     *BUCKET_COLUMNS,
     *("path", "partitions", "tile"),
     *("median_us", "speedup", "speedup_low", "speedup_high", "day", "kernel", "mlx", "system"),
-    *("single_speedup", "split_speedup"),
+    *("single_speedup", "split_speedup", "stage"),
 )
 
 
@@ -181,7 +182,7 @@ def _is_amount_or_null(value: object) -> bool:
 
 
 # What each column must hold: SQLite takes any value in any column.
-_TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx", "system")
+_TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx", "system", "stage")
 _OR_NULL = ("speedup_low", "speedup_high", "single_speedup", "split_speedup")
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys((*BUCKET_COLUMNS, "partitions"), ("an integer", _is_count)),

@@ -16,12 +16,12 @@ from .candidates import pieces
 from .cases import Case, Check, check, conformance_subset
 from .conditions import settle
 from .device import Device, software
-from .live import LiveRunners
+from .live import IsolatedRunners
 from .measure import machine_lock
 from .ops import last_run, mla_decode
 from .overview import kernels, native
 from .plan import MLX, Plan
-from .recheck import PlanCheck, Versions, keep, recheck, seconds, stale, tells
+from .recheck import PlanCheck, Versions, is_wrong, keep, recheck, seconds, stale, tells
 from .store import Store, exists
 from .table import Row
 
@@ -131,17 +131,18 @@ def check_plans(
 
     First those of another MLX, OS or driver, then those of an unknown one; what passes counts for
     this one from then on. Then a sample of those that count already. One that is wrong, or slower
-    than `mlx`, counts no longer. At least one is timed, the cheapest where none fits. No times are
-    stored from a machine that is not fit for timing, and nothing in a file that can't be written.
+    than `mlx`, counts no longer. At least one is timed, the cheapest where none fits. On a machine
+    that is not fit for timing only a wrong result is believed and stored; nothing is in a file that
+    can't be written.
     """
     end = time.monotonic() + budget_s
     versions = software()
-    here, runners = Versions.of(backend.digest(), versions), LiveRunners(device)
+    here = Versions.of(backend.digest(), versions)
     wanted = _wanted(store, device, here)
     rows = [row for row in wanted if seconds(row) <= budget_s] or sorted(wanted, key=seconds)[:1]
     found: list[PlanCheck] = []
     run = None
-    with machine_lock():
+    with machine_lock(), IsolatedRunners(device) as runners:
         state = settle(device, force=True) if rows else {}
         unfit = str(state.get("forced", ""))
         for row in rows:
@@ -151,7 +152,8 @@ def check_plans(
             progress(f"timing {row.plan} on {row.bucket}")
             runner = runners(row.bucket.shape, 0)
             check, duel = recheck(store, device, row, here, runner=runner, budget_s=needed)
-            why = unfit if check.result != "wrong" else ""  # no load makes a result wrong
+            check = replace(check, believed=not unfit or is_wrong(check))
+            why = "" if check.believed else unfit
             why = why if store.writable else "the database can't be written"
             if why and tells(check, here):
                 check = replace(check, note=f"not stored, as {why}")

@@ -9,15 +9,19 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, Any
 
 from .errors import DeviceError
 
+HANG_S = 600.0  # for one answer: no plan that is worth timing takes as long
 _HEAD = 8  # bytes of a message's length
 # The path first: the folder that the command was started in may hold files with any name.
 _CODE = "import sys; sys.path[:] = {path!r}; from mla_tuner.worker import serve; serve()"
+
+
+class _EndedError(Exception):
+    """The other end of the pipe is gone. Never one of the object's own exceptions."""
 
 
 class Worker:
@@ -25,32 +29,33 @@ class Worker:
 
     make, args and what methods take and return must be picklable. The process ends with `close`, or
     when this one ends, however that happens. What it prints on stdout goes nowhere; its last line
-    on stderr explains a death.
+    on stderr explains a death. An answer that takes longer than `hang_s` seconds is not waited for.
     """
 
-    def __init__(self, name: str, make: Callable[..., object], *args: object) -> None:
+    def __init__(
+        self, name: str, make: Callable[..., object], *args: object, hang_s: float = HANG_S
+    ) -> None:
         self.name = name  # for messages: "the process of the duel"
+        self.hang_s = hang_s
         self._made_of = (make, args)
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs now."""
+        return self._process is not None and self._process.poll() is None
 
     def call(self, method: str, *args: object) -> Any:
         """What `method` of the object returns; what it raises is raised here.
 
         Raises:
-            DeviceError: the process died; one line says of what.
+            DeviceError: the process died in this call, or gave no answer; one line says so.
         """
-        try:
-            if self._process is None:
-                self._start()
-            return self._ask((method, args))
-        except EOFError as error:
-            raise DeviceError(self._obituary()) from error
-        except BaseException as error:
-            # Interrupted in between, the next answer would be that of this call.
-            if not isinstance(error, Exception):
-                self.close()
-            raise
+        if not self.alive:
+            self.close()  # a death since the last call is not this one's
+            self._start()
+        return self._ask((method, args))
 
     def close(self) -> None:
         """Ends the process, whatever it does: it has nothing to save."""
@@ -64,8 +69,8 @@ class Worker:
 
     def _start(self) -> None:
         code = _CODE.format(path=[str(each) for each in sys.path])
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         try:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
@@ -74,28 +79,42 @@ class Worker:
                 start_new_session=True,  # Ctrl-C is for this process, which then ends the other
             )
             self._ask(self._made_of)
-        except EOFError:
-            raise
-        except Exception:
+        except BaseException:
             self.close()  # without an object it is of no use
             raise
 
     def _ask(self, question: tuple[object, object]) -> Any:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        message = pickle.dumps(question)  # nothing is sent yet: a failure leaves the process be
         try:
-            _write(self._process.stdin, pickle.dumps(question))
-            answer = _read(self._process.stdout)
-        except OSError as error:  # the other end of the pipe is closed
-            raise EOFError from error
-        done, value = pickle.loads(answer)
+            done, value = pickle.loads(self._exchange(message))
+        except BaseException:
+            self.close()  # what is left in the pipe would be taken for the next answer
+            raise
         if not done:
             raise value
         return value
 
+    def _exchange(self, message: bytes) -> bytes:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        late = threading.Event()
+        limit = threading.Timer(self.hang_s, _give_up, (self._process, late))
+        limit.daemon = True
+        limit.start()
+        try:
+            _write(self._process.stdin, message)
+            return _read(self._process.stdout)
+        except _EndedError as error:
+            if late.is_set():
+                text = f"{self.name} gave no answer in {self.hang_s:g} s"
+                raise DeviceError(text) from error
+            raise DeviceError(self._obituary()) from error
+        finally:
+            limit.cancel()
+
     def _obituary(self) -> str:
-        """What the process died of; it is gone after this."""
+        """What the process died of."""
         assert self._process is not None
         assert self._errors is not None
         try:
@@ -104,9 +123,13 @@ class Worker:
             code = 0
         self._errors.seek(0)
         words = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        self.close()
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"{self.name} died ({cause})" + "".join(f": {line[:160]}" for line in words)
+
+
+def _give_up(process: subprocess.Popen[bytes], late: threading.Event) -> None:
+    late.set()
+    process.kill()
 
 
 # --- in the new process ------------------------------------------------------------------------
@@ -135,10 +158,17 @@ def serve() -> None:
 
 def _listen(inbox: IO[bytes], questions: SimpleQueue[bytes]) -> None:
     """Reads on while a call runs: when the other end is gone, so is the reason to finish it."""
-    with suppress(EOFError, OSError):
+    code = 0
+    try:
         while True:
             questions.put(_read(inbox))
-    os._exit(0)
+    except _EndedError:
+        pass
+    except BaseException as error:  # nobody would ever answer
+        code = 1
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(code)
 
 
 def _failure(error: Exception) -> bytes:
@@ -155,13 +185,20 @@ def _failure(error: Exception) -> bytes:
 
 
 def _write(stream: IO[bytes], message: bytes) -> None:
-    stream.write(len(message).to_bytes(_HEAD, "little") + message)
-    stream.flush()
+    try:
+        stream.write(len(message).to_bytes(_HEAD, "little") + message)
+        stream.flush()
+    except OSError as error:  # the other end is closed
+        raise _EndedError from error
 
 
 def _read(stream: IO[bytes]) -> bytes:
-    head = stream.read(_HEAD)
-    message = stream.read(int.from_bytes(head, "little"))
-    if len(head) < _HEAD or len(message) < int.from_bytes(head, "little"):
-        raise EOFError
+    try:
+        head = stream.read(_HEAD)
+        size = int.from_bytes(head, "little")
+        message = stream.read(size)
+    except OSError as error:
+        raise _EndedError from error
+    if len(head) < _HEAD or len(message) < size:
+        raise _EndedError
     return message

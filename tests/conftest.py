@@ -29,8 +29,8 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRunners:
     """A CPU on which mlx takes 9 ms, other paths 1 ms, and split 1 ms over its partitions."""
     runners = FakeRunners(lambda shape, plan: 9e-3 if plan == MLX else 1e-3 / plan.partitions)
-    for module, name in ((tuner, "Isolated"), (bench, "Live"), (verify, "Live")):
-        monkeypatch.setattr(module, f"{name}Runners", lambda device: runners)
+    for module in (tuner, bench, verify):
+        monkeypatch.setattr(module, "IsolatedRunners", lambda device: runners)
     monkeypatch.setattr(backends, "get", lambda name: FakeBackend(name=name))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
     monkeypatch.setattr(devices, "use", lambda device: None)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from fakes import FakeBackend, FakeRunners, make_device
+from test_live import CRASH, DeadlyHost
 
-from mla_tuner import bench
+from mla_tuner import bench, live
 from mla_tuner.device import probe
 from mla_tuner.evidence import Measurement
 from mla_tuner.measure import Checked
@@ -30,7 +31,7 @@ def own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRunners:
     """A device on which mlx takes 9 ms, and more partitions are faster."""
     runners = FakeRunners(lambda shape, plan: 9e-3 if plan == MLX else 1e-3 / plan.partitions)
-    monkeypatch.setattr(bench, "LiveRunners", lambda device: runners)
+    monkeypatch.setattr(bench, "IsolatedRunners", lambda device: runners)
     monkeypatch.setattr(bench.backends, "get", lambda name: FakeBackend())
     return runners
 
@@ -134,6 +135,26 @@ def test_too_large_a_shape_is_said_and_not_run() -> None:
     )
     assert row["median_us"] is None
     assert "GiB" in told[0].message
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_crash_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_Host", DeadlyHost)
+    told: list[Measurement] = []
+    shape, crash = Shape(4096, 1, 2), CRASH
+    monkeypatch.setattr(bench, "refusal", lambda plan, shape, device: None)
+    good, bad = bench.bench(
+        [shape],
+        lambda shape: [MLX, crash],
+        device=make_device(),
+        budget_s=20,
+        progress=told.append,
+    )
+    assert good["median_us"]
+    assert bad["median_us"] is None
+    assert [m.message for m in told if m.plan == crash] == [
+        "the process of the search died (signal 11)"
+    ]
 
 
 @pytest.mark.usefixtures("kernel")

@@ -213,7 +213,8 @@ def test_wider_ties_are_for_fewer_partitions_not_for_another_tile() -> None:
     for rivals, wanted in (
         ([behind(other_tile, 1.0)], SPLIT2),
         ([behind(fewer, 1.0)], fewer),
-        ([timed(other_tile, [10.1] * 16)], other_tile),
+        ([timed(other_tile, [10.04] * 16)], other_tile),
+        ([timed(other_tile, [10.1] * 16)], SPLIT2),
     ):
         chosen = finalist([leader, *rivals])
         assert chosen is not None

@@ -148,10 +148,10 @@ def test_different_paths_are_decided_by_interpolated_speedups(
 
 
 @pytest.mark.parametrize("value", [None, 0.0])
-def test_without_speedups_the_end_that_risks_less_is_taken(value: float | None) -> None:
+def test_without_speedups_mlx_is_taken(value: float | None) -> None:
     high = tuned(65536, split(4), 1.0, 3.0)
     assert plan_at(16384, tuned(4096, MLX, 1.0, value), high) == MLX
-    assert plan_at(16384, tuned(4096, SINGLE, 1.5, value), high) == SINGLE
+    assert plan_at(16384, tuned(4096, SINGLE, 1.5, value), high) == MLX
     assert plan_at(16384, tuned(4096, MLX, value, 1.0), tuned(65536, SINGLE, 1.5, 1.0)) == MLX
     assert plan_at(16384, tuned(4096, ROWS, value, value), high) == MLX
 
@@ -293,7 +293,24 @@ def test_extreme_winners_break_nothing() -> None:
 def test_a_plan_is_cut_for_the_exact_batch(
     plan: Plan, bucket_batch: int, batch: int, cores: int | None, wanted: Plan
 ) -> None:
-    assert for_batch(plan, bucket(32768, bucket_batch), batch, cores) == wanted
+    both = Speedups(1.5, 1.5)
+    assert for_batch(plan, bucket(32768, bucket_batch), batch, cores, both) == wanted
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "speedups"),
+    [
+        (SINGLE, 3, Speedups(1.5, None)),  # nobody measured split there
+        (SINGLE, 3, Speedups(1.5, 0.7)),  # slower than mlx
+        (SINGLE, 3, Speedups(1.5, MIN_GAIN)),
+        (split(2), 1000, Speedups(None, 1.5)),
+        (ROWS, 3, Speedups(1.5, 1.5)),
+    ],
+)
+def test_a_batch_changes_the_path_only_to_one_that_won(
+    plan: Plan, batch: int, speedups: Speedups
+) -> None:
+    assert for_batch(plan, bucket(32768, 4), batch, 2, speedups) == plan
 
 
 def test_plans_for_any_batch_are_legal() -> None:
@@ -301,7 +318,8 @@ def test_plans_for_any_batch_are_legal() -> None:
     for _ in range(2000):
         where = bucket(rng.choice(CONTEXT_GRID), rng.choice((1, 2, 4, 8, 64)))
         plan = rng.choice((SINGLE, split(rng.randint(2, 64))))
-        found = for_batch(plan, where, rng.randint(1, 300), rng.randint(1, 150))
+        batch, cores = rng.randint(1, 300), rng.randint(1, 150)
+        found = for_batch(plan, where, batch, cores, Speedups(1.5, 1.5))
         assert found.path == ("split" if found.partitions > 1 else "single")
         assert 1 <= found.partitions <= 64
         assert found.tile == plan.tile

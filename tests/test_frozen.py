@@ -91,7 +91,9 @@ def test_a_table_is_found_by_its_digest(
     found = decide(policy)
     assert (found.plan, found.source) == (SPLIT, "tuned")
     assert digest[:12] in found.reason
-    assert decide(policy, 1024).source == "gates"
+    elsewhere = decide(policy, 1024)
+    assert (elsewhere.plan, elsewhere.source) == (MLX, "off")
+    assert elsewhere.reason.startswith(f"frozen table {digest[:12]}: no plan for this bucket")
     assert len(policy) == 2
 
 

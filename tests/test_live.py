@@ -8,6 +8,7 @@ import signal
 import pytest
 from fakes import make_device
 
+from mla_tuner import live
 from mla_tuner.errors import DeviceError
 from mla_tuner.evidence import Measurement
 from mla_tuner.live import IsolatedRunners, LiveRunners
@@ -72,19 +73,52 @@ def test_sampled_rows_touch_every_tile() -> None:
 # --- the process of the duel -------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("kernel")
+CRASH = Plan("split", 64, "r16")
+
+
+class DeadlyHost(live._Host):
+    """Where a call is made that ends its process, or never ends."""
+
+    def sample(self, what: tuple[Shape, int], plan: Plan, inner: int) -> tuple[float, Plan | None]:
+        if plan == CRASH:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().sample(what, plan, inner)
+
+    def make_room(self) -> None:
+        raise MemoryError("no room to make room")
+
+
+@pytest.fixture
+def deadly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_Host", DeadlyHost)
+
+
+@pytest.mark.usefixtures("kernel", "deadly")
 def test_a_search_beside_this_process_survives_what_crashes_it() -> None:
     with IsolatedRunners(make_device()) as runners:
         runner = runners(SMALL, 0)
         check(measure(SMALL, PATHS, budget_s=60.0, runner=runner, effort=Effort(1, 1)))
-        os.kill(runner._worker._process.pid, signal.SIGSEGV)  # type: ignore[attr-defined]
         with pytest.raises(DeviceError, match=r"^the process of the search died \(signal 11\)$"):
-            runner.sample(MLX, 1)
+            runner.sample(CRASH, 1)
         other = Shape(128, 1, 2, "float32")
         for shape in (SMALL, other, SMALL):
             assert runners(shape, 0).check(MLX).ok
         with runners.fresh(other, 0) as duel:
             assert duel.sample(MLX, 1)[0] > 0
+
+
+def test_no_process_is_started_to_free_nothing() -> None:
+    with IsolatedRunners(make_device()) as runners, runners.fresh(SMALL, 0):
+        assert not runners._worker.alive
+
+
+@pytest.mark.usefixtures("deadly")
+def test_room_that_cannot_be_made_ends_the_process_that_takes_it() -> None:
+    with IsolatedRunners(make_device()) as runners:
+        assert runners(SMALL, 0).check(MLX).ok
+        with runners.fresh(SMALL, 0) as duel:
+            assert not runners._worker.alive
+            assert duel.check(MLX).ok
 
 
 @pytest.mark.usefixtures("kernel")
@@ -96,22 +130,20 @@ def test_a_fresh_process_runs_every_path_as_asked(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("deadly")
 def test_a_death_is_the_status_of_the_plan_it_met_and_the_race_goes_on() -> None:
-    """As the kernel kills a process that takes too much memory."""
     with LiveRunners(make_device()).fresh(SMALL, 0) as runner:
-        sample, left = runner.sample, [3]
+        sample, left = runner.sample, [6]
 
         def deadly(plan: Plan, inner: int) -> tuple[float, Plan | None]:
             left[0] -= plan != MLX
-            if plan != MLX and not left[0]:
-                os.kill(runner._worker._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-            return sample(plan, inner)
+            return sample(plan if plan == MLX or left[0] else CRASH, inner)
 
         runner.sample = deadly  # type: ignore[method-assign]
         effort = Effort(6, 6)
         mlx, rows = measure(SMALL, PATHS[:2], budget_s=60.0, runner=runner, effort=effort)
     assert (rows.status, rows.samples_us) == ("error", ())
-    assert rows.message == "the process of the duel died (signal 9)"
+    assert rows.message == "the process of the duel died (signal 11)"
     assert (mlx.status, mlx.rounds) == ("ok", 6)
 
 

@@ -78,7 +78,9 @@ def test_ratios_do_not_see_a_clock_that_slows_down() -> None:
 def test_each_round_is_shuffled_and_holds_every_plan() -> None:
     runner = FakeRunner(lambda plan: 20e-3)
     run(runner, MLX, ROWS, SINGLE, effort=Effort(6, 12))
-    rounds = [tuple(runner.calls[i : i + 3]) for i in range(3, len(runner.calls), 3)]
+    rounds = [
+        tuple(runner.calls[i : i + 3]) for i in range(6, len(runner.calls), 3)
+    ]  # after two warm-ups each
     assert all(set(r) == {MLX, ROWS, SINGLE} for r in rounds)
     assert len(set(rounds)) > 2
 
@@ -103,6 +105,34 @@ def test_an_expensive_plan_is_not_warmed_up_twice() -> None:
     slow = FakeRunner(lambda plan: 1.0, check_result=lambda plan: Checked(True, 0.0, "", 1.0))
     run(slow, MLX, SINGLE, effort=Effort(6, 6))
     assert Counter(slow.calls) == {MLX: 6, SINGLE: 6}
+
+
+def test_plans_just_above_and_below_the_sample_time_share_the_wait_alike() -> None:
+    """Each chain ends with a wait: a plan of 0.99 ms must not seem far ahead of one of 1.01 ms."""
+
+    class Waiting(FakeRunner):
+        def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
+            seconds, executed = super().sample(plan, inner)
+            return seconds + 1e-4 / inner, executed
+
+    times = {MLX: 0.91e-3, SINGLE: 0.89e-3}
+    found = run(Waiting(times.__getitem__), *times, effort=DUEL)
+    assert found[MLX].inner == found[SINGLE].inner
+    assert found[SINGLE].ratio == pytest.approx(0.91 / 0.89, rel=0.01)
+
+
+def test_a_cold_start_does_not_decide_the_chains() -> None:
+    """A process's first call loads and compiles; the plan that meets it must not pay ever after."""
+
+    class Cold(FakeRunner):
+        def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
+            seconds, executed = super().sample(plan, inner)
+            cold = 5e-3 if len(self.calls) == 1 else 0.0
+            return seconds + (1e-4 + cold) / inner, executed
+
+    found = run(Cold(lambda plan: 3e-4), MLX, Plan("mlx_rows"), effort=DUEL)
+    assert found[MLX].inner == found[Plan("mlx_rows")].inner > 1
+    assert found[Plan("mlx_rows")].ratio == pytest.approx(1.0, abs=0.01)
 
 
 # --- who leaves, and when --------------------------------------------------------------------
@@ -171,7 +201,8 @@ def test_a_duel_of_cheap_and_of_expensive_plans_gets_a_tight_interval(
             took, executed = super().sample(plan, inner)
             return took + self.rng.uniform(0.0, 1e-6) / inner, executed
 
-    runner = Jittery(lambda plan: seconds, noise=0.03, seed=seed)
+    warm = Checked(True, 1e-6, "", seconds)
+    runner = Jittery(lambda plan: seconds, 0.03, check_result=lambda plan: warm, seed=seed)
     found = run(runner, MLX, SINGLE, effort=DUEL, seed=seed)
     low, high = found[SINGLE].ratio_low, found[SINGLE].ratio_high
     assert low is not None

@@ -6,6 +6,7 @@ import random
 import statistics
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -171,7 +172,9 @@ def test_different_paths_are_decided_by_what_was_measured_of_both() -> None:
 def test_a_batch_between_two_buckets_is_cut_anew() -> None:
     """Three sequences on two cores: two waves of whole contexts, or three of halves."""
     bucket = bucket_of(32768, 4, 16, "bfloat16")
-    policy = make_policy(row(plan=Plan("single", 1, "r16"), bucket=bucket, system=SYSTEM))
+    policy = make_policy(
+        row(plan=Plan("single", 1, "r16"), bucket=bucket, split_speedup=99.0, system=SYSTEM)
+    )
     whole = policy.decide(32768, 4, 16, "bfloat16")
     cut = policy.decide(32768, 3, 16, "bfloat16")
     assert (whole.plan, whole.source) == (Plan("single", 1, "r16"), "tuned")
@@ -211,14 +214,36 @@ def test_fitted_plans_are_legal_on_random_tables() -> None:
 def test_any_ints_and_strings_get_an_answer() -> None:
     rng = random.Random(2)
     table = make_policy(row(), row(1024, MLX))
-    numbers = (-(10**30), -1, 0, 1, 7, 255, 256, 257, 1000, 32768, 10**9, 10**30)
+    numbers = (-(10**30), -1, 0, 1, 7, 255, 256, 257, 1000, 16384, 32768, 10**9, 10**30)
     words = ("", "int8", "paged", *DTYPES, *LAYOUTS)
-    for _ in range(2000):
+    usual = (32768, 1, 16, "bfloat16", 1, (512, 64), "paged")
+    sources = set()
+    for _ in range(4000):
         context, batch, heads, q_len, rank, rope = rng.choices(numbers, k=6)
         dtype, layout = rng.choices(words, k=2)
-        decision = table.decide(context, batch, heads, dtype, q_len, (rank, rope), layout)  # type: ignore[arg-type]
+        odd = (context, batch, heads, dtype, q_len, (rank, rope), layout)
+        share = rng.random()  # of odd values: most shapes miss every row by one of them
+        asked = [b if rng.random() < share else a for a, b in zip(usual, odd, strict=True)]
+        decision = table.decide(*asked)  # type: ignore[arg-type]
         assert decision.reason
-        assert decision.plan == MLX or decision.source in ("tuned", "gates")
+        sources.add(decision.source)
+    assert sources == {"tuned", "fitted", "gates"}
+
+
+def test_any_batch_gets_an_answer_from_a_table() -> None:
+    policy = make_policy(row(system=SYSTEM), row(4096, system=SYSTEM))
+    batches = (0, -1, -(10**30), 10**5000, 1 << 16)
+    for context, batch in product((32768, 16384, 4096), batches):
+        found = policy.decide(context, batch, 16, "bfloat16")
+        assert found.source in ("tuned", "fitted", "gates")
+        assert policy.explain(context, batch, 16, "bfloat16")
+
+
+def test_a_refuted_plan_is_named() -> None:
+    found = make_policy(row(plan=MLX, stage="refute", system=SYSTEM))
+    decision = found.decide(32768, 1, 16, "bfloat16")
+    assert (decision.plan, decision.source) == (MLX, "tuned")
+    assert "failed `mla-tune verify`: run `mla-tune`" in decision.reason
 
 
 def test_between_a_refused_plan_and_its_neighbours() -> None:

@@ -132,6 +132,25 @@ def test_a_device_that_runs_nothing_refutes_nothing(store: Store) -> None:
     assert len(stale(store, DEVICE, NEW)) == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("winner", [SPLIT, MLX])
+def test_where_mlx_itself_fails_nothing_is_judged_wrong(
+    winner: Plan, late: bool, store: Store
+) -> None:
+    """Be it in its check, or in the rounds after a rival that went wrong, too."""
+
+    def broken(plan: Plan) -> Checked:
+        return Checked(late and plan == MLX, 0.5, "row error", 1e-4)
+
+    def executed(plan: Plan) -> Plan | None:
+        return None
+
+    tuned(store, OLD, plan=winner)
+    assert again(store, 2.0, check_result=broken, executed=executed) is None
+    assert store.refuted(DEVICE) == []
+    assert len(stale(store, DEVICE, NEW)) == 1
+
+
 def test_mlx_as_the_winner_meets_the_best_rival_again(store: Store) -> None:
     tuned(store, OLD, plan=MLX)
     assert (row := again(store, 0.8)) is not None
@@ -177,3 +196,19 @@ def test_versions_of_this_process() -> None:
     found = Versions.of("digest", {"mlx": "1.0", "system": "os 2", "python": "3.11"})
     assert found == NEW
     assert recheck.Versions("digest", "1.0", "") != NEW
+
+
+def test_an_unknown_system_is_not_known_to_be_the_same(store: Store) -> None:
+    """So a winner has to clear `mlx` as a new one would, and passing is news each time."""
+    unknown = Versions("digest", "1.0", "")
+    tuned(store, unknown)
+    (row,) = store.plans(DEVICE.key)
+    runners = FakeRunners(lambda shape, plan: 9e-3 / (1.0 if plan == MLX else 1.01))
+    assert not unknown.same(row)
+    assert not NEW.same(row)
+    for versions in (unknown, NEW):
+        check, _ = recheck.recheck(
+            store, DEVICE, row, versions, runner=runners(row.bucket.shape, 0), budget_s=60.0
+        )
+        assert (check.result, recheck.tells(check, versions)) == ("undecided", True)
+    assert NEW.same(row._replace(system=NEW.system))

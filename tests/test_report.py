@@ -260,7 +260,7 @@ def test_progress_on_a_terminal(
     [
         ((0, 0, 0), "0 plans for this device"),
         ((1, 0, 0), "1 plan for this device"),
-        ((0, 2, 0), "0 plans for this device, 2 of another MLX release: run mla-tune verify"),
+        ((0, 2, 0), "0 plans for this device, 2 of another MLX, OS or driver: run mla-tune verify"),
         ((5, 0, 3), "5 plans for this device, 3 of another kernel: run mla-tune"),
     ],
 )

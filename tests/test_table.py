@@ -105,7 +105,7 @@ def change(db: Path, statement: str, *values: object) -> None:
         connection.commit()
 
 
-TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx", "system")
+TEXTS = ("dtype", "layout", "path", "tile", "day", "kernel", "mlx", "system", "stage")
 OR_NULL = ("speedup_low", "speedup_high", "single_speedup", "split_speedup")
 AMOUNTS = ("median_us", "speedup", *OR_NULL)
 INF = float("inf")

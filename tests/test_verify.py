@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from fakes import FakeBackend, FakeRunners, make_device
 
-from mla_tuner import backends, cases, ops, verify
+from mla_tuner import answers, backends, cases, ops, verify
 from mla_tuner.device import MLX_VERSION
 from mla_tuner.errors import StoreError
 from mla_tuner.evidence import Measurement
@@ -29,7 +29,7 @@ HERE = "os 2"
 @pytest.fixture
 def runners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRunners:
     made = FakeRunners(lambda shape, plan: 9e-3 if plan == MLX else 1e-3)
-    monkeypatch.setattr(verify, "LiveRunners", lambda device: made)
+    monkeypatch.setattr(verify, "IsolatedRunners", lambda device: made)
     monkeypatch.setattr(verify, "settle", lambda device, force: {})
     monkeypatch.setattr(verify, "software", lambda: {"mlx": MLX_VERSION, "system": HERE})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
@@ -270,9 +270,23 @@ def test_a_machine_that_is_not_fit_for_timing_settles_nothing(
     assert [each.result for each in found] == ["slower", "slower"]
     assert [each.note for each in found] == ["not stored, as it is busy"] * 2
     assert (store.plans(), len(store.evidence())) == before
+    assert answers.verify_answer(DEVICE, [], found, 0)["ok"] is True
+
+    def full(plan: Plan) -> Checked:
+        if plan != MLX:
+            raise MemoryError("no room")
+        return Checked(True, 1e-6, "", 1e-4)
+
+    runners.options["check_result"] = full  # the load may be what takes the room
+    found, _ = check(store)
+    assert [(each.result, each.now, each.believed) for each in found] == [
+        ("wrong", None, False)
+    ] * 2
+    assert (store.plans(), len(store.evidence())) == before
     runners.options["check_result"] = lambda plan: Checked(plan == MLX, 0.5, "row error 0.5", 1e-4)
     found, _ = check(store)
     assert [each.now and each.now.plan for each in found] == [MLX, MLX]  # wrong is wrong
+    assert answers.verify_answer(DEVICE, [], found, 0)["ok"] is False
 
 
 def test_a_file_that_cannot_be_written_is_checked_all_the_same(
@@ -286,6 +300,7 @@ def test_a_file_that_cannot_be_written_is_checked_all_the_same(
         (found,), _ = check(read_only)
     assert (found.result, found.now) == ("ok", None)
     assert found.note == "not stored, as the database can't be written"
+    assert found.believed
     assert store.path.read_bytes() == before
 
 

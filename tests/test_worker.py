@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from mla_tuner import worker as workers
 from mla_tuner.errors import DeviceError
 from mla_tuner.worker import Worker
 
@@ -53,6 +56,9 @@ class Counter:
     def leave(self) -> None:
         os.write(2, b"Traceback\nlibmlx: out of memory\n\n")
         os._exit(3)
+
+    def raise_(self, error: Exception) -> None:
+        raise error
 
     def never(self) -> None:
         signal.pause()
@@ -127,6 +133,58 @@ def test_its_death_is_one_line_and_the_next_call_starts_another(
     assert str(death.value) == f"the process of the duel died (signal {int(number)})"
     assert worker.call("add", 1) == 41
     assert worker.call("pid") != first
+
+
+def test_a_death_between_calls_is_not_the_next_call_s(worker: Worker) -> None:
+    first = worker.call("pid")
+    os.kill(first, signal.SIGKILL)
+    assert worker._process is not None
+    worker._process.wait()
+    assert not worker.alive
+    assert worker.call("add", 1) == 41
+    assert worker.call("pid") != first
+
+
+@pytest.mark.parametrize("error", [EOFError("end of file"), BrokenPipeError(32, "of its own")])
+def test_its_own_errors_are_not_taken_for_a_death(worker: Worker, error: Exception) -> None:
+    worker.call("add", 1)
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        worker.call("raise_", error)
+    assert worker.call("add", 1) == 42  # the same object
+
+
+def test_what_never_answers_is_ended(worker: Worker) -> None:
+    first = worker.call("pid")
+    worker.hang_s = 0.05
+    with pytest.raises(DeviceError) as end:
+        worker.call("never")
+    assert str(end.value) == "the process of the duel gave no answer in 0.05 s"
+    assert not alive(first)
+    worker.hang_s = workers.HANG_S
+    assert worker.call("add", 1) == 41
+
+
+def test_an_answer_that_could_not_be_read_is_not_the_next_one_s(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(stream: IO[bytes]) -> bytes:
+        stream.read(workers._HEAD)
+        raise MemoryError
+
+    worker.call("add", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "_read", full)
+        with pytest.raises(MemoryError):
+            worker.call("add", 1)
+    assert not worker.alive
+    assert worker.call("add", 2) == 42
+
+
+def test_a_question_that_cannot_be_sent_leaves_it_be(worker: Worker) -> None:
+    worker.call("add", 1)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        worker.call("add", lambda: 1)
+    assert worker.call("add", 1) == 42
 
 
 def test_its_last_words_are_told(worker: Worker) -> None:

@@ -21,7 +21,7 @@ from mla_tuner.shapes import Shape
 
 from .recording import MIN_ROUNDS, Recording, Samples, Sweep, load, save
 
-ROUNDS = 15
+ROUNDS = 31
 # Times behind the best in every one of the first rounds: no more of those are needed. A plan of two
 # threads looks like that for a while when a core is taken.
 HOPELESS = 8.0
