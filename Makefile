@@ -24,7 +24,7 @@ $(VENV)/installed: $(SOURCES)
 	@touch $@
 
 tune: setup
-	$(BIN)/mla-tune --device auto $(ARGS)
+	$(BIN)/mla-tune --device auto --budget 270s $(ARGS)
 
 test: lint types unit
 
