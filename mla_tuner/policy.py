@@ -131,7 +131,8 @@ class Policy:
         layout: str = "paged",
     ) -> Decision:
         """The plan for a shape; `batch` is the effective one. Never raises for ints and strings."""
-        batch = self._batch(batch)
+        if self.deterministic or not 0 < batch <= MAX_BATCH:  # asked here: a call costs more
+            batch = self._batch(batch)
         key = bucket_fields(context, batch, heads, dtype, geometry, q_len, layout)
         try:
             return self._cache[key, batch]
