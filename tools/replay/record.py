@@ -15,7 +15,7 @@ from mla_tuner import device as devices
 from mla_tuner.candidates import candidates
 from mla_tuner.conditions import settle
 from mla_tuner.live import LiveRunners
-from mla_tuner.measure import SAMPLE_S, Runner, machine_lock
+from mla_tuner.measure import MAX_INNER, SAMPLE_S, Runner, machine_lock
 from mla_tuner.plan import Plan
 from mla_tuner.shapes import Shape
 
@@ -110,7 +110,8 @@ def sweep_shape(
     if runner.now() + SLACK * _estimate(first) > deadline:
         return None
     rng = random.Random(str(shape))
-    inner = {plan: _inner(runner, plan, first[plan]) for plan in plans}
+    # Chained calls that make a sample long enough: what the check gave is a warm call.
+    inner = {p: min(MAX_INNER, max(1, math.ceil(SAMPLE_S / s))) for p, s in first.items()}
     samples: dict[Plan, list[float | None]] = {plan: [] for plan in plans}
     live = list(plans)
     for at in range(ROUNDS):
@@ -133,14 +134,6 @@ def _estimate(first: dict[Plan, float]) -> float:
     return sum(rounds[plan] * max(seconds, SAMPLE_S) for plan, seconds in first.items())
 
 
-def _inner(runner: Runner, plan: Plan, first_s: float) -> int:
-    """Chained calls that make a sample long enough."""
-    if first_s > 10 * SAMPLE_S:
-        return 1
-    seconds, _ = runner.sample(plan, 1)
-    return min(64, max(1, math.ceil(SAMPLE_S / seconds)))
-
-
 def _close(samples: dict[Plan, list[float | None]]) -> list[Plan]:
     """The plans that are not hopeless."""
     least = {plan: min(t for t in row if t is not None) for plan, row in samples.items()}
@@ -156,7 +149,7 @@ def _resumed(out: Path, device: devices.Device) -> Recording:
             device,
             kernel=kernel,
             software=software,
-            system=system_version(),
+            system=devices.system_version(),
             date=datetime.now(timezone.utc).date().isoformat(),
             command=shlex.join(["python", "-m", "tools.replay", *sys.argv[1:]]),
             measured=f"all candidates in {ROUNDS} shuffled rounds ({MIN_ROUNDS} at least), cold "
@@ -168,9 +161,3 @@ def _resumed(out: Path, device: devices.Device) -> Recording:
     if then != now:
         raise ValueError(f"{out} is a recording of {then}, this is {now}: name another file")
     return known
-
-
-def system_version() -> str:
-    """OS version; "" where the device doesn't tell."""
-    tell = getattr(devices, "system_version", None)
-    return str(tell()) if tell else ""
