@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from . import backends
-from .candidates import candidates, piece_tokens, pieces
+from .candidates import candidates
 from .device import Device
 from .evidence import Measurement
 from .live import IsolatedRunners
 from .measure import Progress, machine_lock, measure
 from .plan import PATHS, Plan
-from .shapes import Bucket, Shape
+from .shapes import Bucket, Shape, piece_tokens, pieces
 
 Row = dict[str, object]
 
@@ -35,7 +35,7 @@ def plans_for(
     if not every:
         known = list({plan.path: plan for plan in reversed(known)}.values())[::-1]
     if partitions and "split" in paths:
-        tile = next(iter(backend.tiles(shape.rows)), "")
+        tile = next(iter(backend.tiles(shape)), "")
         known = [plan for plan in known if plan.path != "split"]
         known += [Plan("split", count, tile) for count in partitions]
     return known

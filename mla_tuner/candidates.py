@@ -6,15 +6,14 @@ import re
 from math import sqrt
 from typing import TYPE_CHECKING
 
-from .plan import MLX, Plan
-from .shapes import MAX_PARTITIONS
+from .plan import MLX_PLANS, Plan
+from .shapes import MAX_PARTITIONS, TOKEN_TILE, piece_tokens, pieces
 
 if TYPE_CHECKING:
     from .backends import Backend
     from .device import Device
     from .shapes import Bucket, Shape
 
-TOKEN_TILE = 64  # tokens that a kernel takes at once; a piece of the context is a multiple of it
 ASSUMED_CORES = 8  # where the count can't be read: the smallest Apple GPU that is sold
 USUAL_ROWS = 16  # where a plan leaves the tile to the back end
 MAX_TASKS_PER_CORE = 8  # beyond that more pieces only add merge work
@@ -35,22 +34,22 @@ NEARLY_AS_FULL = 0.85
 
 
 def candidates(bucket: Bucket, device: Device, backend: Backend) -> list[Plan]:
-    """Every legal plan of a bucket once: `mlx`, `mlx_rows`, then our kernel by the analytic prior.
+    """Every legal plan of a bucket once: MLX's own, then our kernel by the analytic prior.
 
     `single` comes once a tile, `split` once a tile and partition count. Without a native kernel
-    only the two MLX paths are left.
+    only the MLX paths are left.
     """
     shape = bucket.shape
-    native = [Plan("single", 1, tile) for tile in backend.tiles(shape.rows)]
+    native = [Plan("single", 1, tile) for tile in backend.tiles(shape)]
     native += [
         Plan("split", partitions, tile)
-        for tile in backend.tiles(shape.rows)
+        for tile in backend.tiles(shape)
         for partitions in partition_counts(shape, device.cores, tile)
     ]
+    others = [plan for plan in MLX_PLANS if backend.refusal(plan, shape) is None]
     legal = [plan for plan in native if backend.refusal(plan, shape) is None]
     return [
-        MLX,
-        Plan("mlx_rows"),
+        *others,
         *sorted(legal, key=lambda plan: prior(plan, shape, device.cores)),
     ]
 
@@ -70,17 +69,6 @@ def partition_counts(shape: Shape, cores: int | None, tile: str) -> list[int]:
         # Two always stays: it is the evidence that splitting doesn't pay here.
         and (p == 2 or tasks * p <= MAX_TASKS_PER_CORE * width)
     )
-
-
-def pieces(context: int, partitions: int) -> int:
-    """Pieces that a context is really cut in when `partitions` are asked for; at least 1."""
-    return max(1, -(-context // piece_tokens(context, partitions)))
-
-
-def piece_tokens(context: int, partitions: int) -> int:
-    """Tokens of one piece: ceil(context / partitions), rounded up to the token tile."""
-    even = -(-context // partitions)
-    return max(TOKEN_TILE, -(-even // TOKEN_TILE) * TOKEN_TILE)
 
 
 def law(kappa: float, bucket: Bucket, tile: str, cores: int) -> float:
@@ -115,8 +103,8 @@ def row_groups(rows: int, tile: str) -> int:
 
 
 def rows_per_task(tile: str) -> int:
-    """Query rows that a task of this tile takes: "r16" means 16. Never raises."""
-    named = re.fullmatch(r"r([1-9]\d{0,3})", tile, re.ASCII)
+    """Query rows that a task of this tile takes: 16 for "r16" and "r16t8". Never raises."""
+    named = re.fullmatch(r"[rv]([1-9]\d{0,3})(?:t\d+)?[a-z]?", tile, re.ASCII)
     return int(named[1]) if named else USUAL_ROWS
 
 

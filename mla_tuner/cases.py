@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .backends import Backend
 from .caches import Cache, DenseCache, PagedCache
-from .plan import Plan
+from .plan import MLX_PLANS, Plan
 from .shapes import DTYPE_BYTES, GEOMETRIES, Geometry, Shape
 
 Floats = NDArray[np.float64]
@@ -420,8 +420,8 @@ def conformance_subset(backend: Backend) -> Iterator[tuple[str, Case, Plan]]:
 
 def subset_plans(backend: Backend, shape: Shape, number: int) -> list[Plan]:
     """The MLX paths and every tile of `shape`, with partition counts that alternate by `number`."""
-    plans = [Plan("mlx"), Plan("mlx_rows")] if number % 4 == 0 else []
-    for i, tile in enumerate(backend.tiles(shape.rows)):
+    plans = [*MLX_PLANS] if number % 4 == 0 else []
+    for i, tile in enumerate(backend.tiles(shape)):
         plans.append(Plan("single", 1, tile))
         plans.append(Plan("split", (2, 3, 5, 8, 32)[(number + i) % 5], tile))
     return [plan for plan in plans if backend.refusal(plan, shape) is None]

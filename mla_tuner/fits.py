@@ -14,11 +14,10 @@ from .candidates import (
     busy,
     fill,
     law,
-    pieces,
     row_groups,
 )
 from .plan import NATIVE_PATHS, Plan
-from .shapes import MAX_PARTITIONS, Bucket
+from .shapes import MAX_PARTITIONS, Bucket, pieces
 
 _BISECTIONS = 40  # a context of a million tokens needs 20 to be exact
 

@@ -160,14 +160,14 @@ def self_check(backend: Backend) -> Gate:
 
 def tasks_of(bucket: Bucket, backend: Backend) -> int:
     """Tasks of one partition, with the back end's default tile."""
-    return row_groups(bucket.shape.rows, backend.tiles(bucket.shape.rows)[0]) * bucket.batch
+    return row_groups(bucket.shape.rows, backend.tiles(bucket.shape)[0]) * bucket.batch
 
 
 def proposal(bucket: Bucket, cores: int, backend: Backend) -> Plan:
     """The split to run if all gates pass: the fewest partitions that keep the device as busy as
     any, of those whose pieces are, by the law, long enough to be worth their merge.
     """
-    tile = backend.tiles(bucket.shape.rows)[0]
+    tile = backend.tiles(bucket.shape)[0]
     tasks = tasks_of(bucket, backend)
     most = max(2, min(MAX_PARTITIONS, int(law(KAPPA, bucket, tile, cores))))
     counts = range(2, most + 1)

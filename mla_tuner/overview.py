@@ -12,9 +12,12 @@ from .backends import Backend
 from .conditions import conditions
 from .device import MLX_VERSION, Device
 from .errors import DeviceError, StoreError
+from .plan import Plan
+from .shapes import Shape
 from .store import exists
 from .table import read_rows
 
+USUAL_HEADS = (1, 2, 4, 8, 16, 128)  # of a device: few where a model is spread over many
 VARIABLES = ("MLA_TUNER", "MLA_TUNER_DB", "MLA_TUNER_FROZEN", "MLA_TUNER_THREADS")
 COST = (
     "without the native kernel only the paths mlx and mlx_rows run here: "
@@ -60,28 +63,47 @@ def cache_source(here: Device) -> str:
 def backend_facts(name: str) -> dict[str, object]:
     """Whether a back end's device and native kernels are here, and why not."""
     backend = backends.get(name)
+    here, native = True, False
     try:
         device.probe(name)
+        native, reason = backend.available()
     except DeviceError as error:
-        return {"name": name, "device": False, "native": False, "kernels": [], "reason": str(error)}
-    native, reason = backend.available()
+        here, reason = False, str(error)
     return {
         "name": name,
-        "device": True,
+        "device": here,
         "native": native,
-        "kernels": kernels(backend),
+        "kernels": kernels(backend) if native else [],
+        "refused": refused(backend) if native else [],
         "reason": "" if native else reason,
     }
 
 
 def kernels(backend: Backend) -> list[str]:
-    """Variants of the native kernel that run here, the one in use first."""
+    """Variants of the native kernel that run here: a CPU's instruction sets, the one in use first,
+    or a GPU's tiles.
+    """
     if not backend.available()[0]:
         return []
     if backend.name != "cpu":
-        return [backend.name]
+        return [tile for tile, reason in _tiles(backend).items() if reason is None]
     in_use = native().isa()
     return sorted(native().isas(), key=lambda isa: isa != in_use)
+
+
+def refused(backend: Backend) -> list[str]:
+    """Why tiles of usual shapes don't run here; each is tried once, and may be compiled for it."""
+    return [reason for reason in _tiles(backend).values() if reason is not None]
+
+
+def _tiles(backend: Backend) -> dict[str, str | None]:
+    """The tiles of one sequence's usual rows, and the refusal of each."""
+    shapes = [Shape(2048, 1, heads) for heads in USUAL_HEADS]
+    return {
+        tile: backend.refusal(Plan("single", 1, tile), shape)
+        for shape in shapes
+        for tile in backend.tiles(shape)
+    }
 
 
 def native() -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .shapes import MAX_PARTITIONS
+from .shapes import MAX_PARTITIONS, pieces
 
 # `mlx`: what mlx-lm and vllm-metal do today. `mlx_rows`: the same maths, heads as rows of a matmul.
+# `mlx_fused`: MLX's fused attention where its own rule would not take it.
 # `single`: one pass of our kernel. `split`: partitions of the context side by side, then a merge.
-PATHS = ("mlx", "mlx_rows", "single", "split")
+PATHS = ("mlx", "mlx_rows", "mlx_fused", "single", "split")
 NATIVE_PATHS = ("single", "split")
 Source = Literal["caller", "off", "tuned", "fitted", "gates"]  # in the order of the look-up
 
@@ -46,12 +47,20 @@ class Plan:
         """True where our own kernel runs."""
         return self.path in NATIVE_PATHS
 
+    def cut(self, context: int) -> Plan:
+        """What really runs at that context: a short one has fewer pieces than were asked for."""
+        if not self.native:
+            return self
+        count = pieces(context, self.partitions)
+        return Plan("split" if count > 1 else "single", count, self.tile)
+
     def __str__(self) -> str:
         partitions = f" x{self.partitions}" if self.path == "split" else ""
         return f"{self.path}{partitions}" + (f" {self.tile}" if self.tile else "")
 
 
 MLX = Plan("mlx")
+MLX_PLANS = (MLX, Plan("mlx_rows"), Plan("mlx_fused"))
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,8 @@ def overviewed(answer: Answer) -> Iterator[RenderableType]:
 
 def _backend(row: Answer) -> str:
     if row["native"]:
-        return f"native kernel works: {', '.join(row['kernels'])}"
+        works = ", ".join(row["kernels"]) or "no tile"
+        return "; ".join([f"native kernel works: {works}", *row["refused"]])
     return f"mlx paths only: {row['reason']}" if row["device"] else f"not here: {row['reason']}"
 
 

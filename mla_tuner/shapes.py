@@ -33,6 +33,7 @@ MAX_BATCH = 1 << 16
 MAX_HEADS = 128
 MAX_Q_LEN = 8
 MAX_PARTITIONS = 64
+TOKEN_TILE = 64  # pieces of the context are multiples of it, and it of any kernel's steps
 
 
 @dataclass(frozen=True)
@@ -202,3 +203,14 @@ def bucket_fields(
         _POWER[q_len] if 0 < q_len < 257 else 0,
         layout,
     )
+
+
+def pieces(context: int, partitions: int) -> int:
+    """Pieces that a context is really cut in when `partitions` are asked for; at least 1."""
+    return max(1, -(-context // piece_tokens(context, partitions)))
+
+
+def piece_tokens(context: int, partitions: int) -> int:
+    """Tokens of one piece: ceil(context / partitions), rounded up to the token tile."""
+    even = -(-context // partitions)
+    return max(TOKEN_TILE, -(-even // TOKEN_TILE) * TOKEN_TILE)

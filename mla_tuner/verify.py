@@ -12,7 +12,6 @@ import mlx.core as mx
 
 from . import backends
 from .backends import Backend
-from .candidates import pieces
 from .cases import Case, Check, check, conformance_subset
 from .conditions import settle
 from .device import Device, software
@@ -86,17 +85,9 @@ def run_case(case: Case, plan: Plan) -> Check:
         return Check(False, result.max_error, f"{case.shape}: {plan}: {result.reason}")
     run = last_run()
     executed = run.executed if run else None
-    if executed != _expected(plan, case.shape.context):
+    if executed != plan.cut(case.shape.context):
         return Check(False, result.max_error, f"{case.shape}: asked for {plan}, ran {executed}")
     return result
-
-
-def _expected(plan: Plan, context: int) -> Plan:
-    """What runs when `plan` is asked for: a short context is cut in fewer pieces, or not at all."""
-    if not plan.native:
-        return plan
-    count = pieces(context, plan.partitions)
-    return Plan("split" if count > 1 else "single", count, plan.tile)
 
 
 def _summary(isa: str, variant: str, results: Sequence[Check]) -> KernelCheck:

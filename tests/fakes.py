@@ -36,13 +36,13 @@ class FakeBackend:
     def available(self) -> tuple[bool, str]:
         return not self.reason, self.reason
 
-    def tiles(self, rows: int) -> tuple[str, ...]:
+    def tiles(self, shape: Shape) -> tuple[str, ...]:
         return () if self.reason else ("r16", "r32")
 
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
         if plan.native and (self.reason or plan in self.refused):
             return self.reason or f"{plan} is refused"
-        return None
+        return "no fused attention" if plan.path == "mlx_fused" else None
 
     def self_check(self) -> tuple[bool, str]:
         return self.checked

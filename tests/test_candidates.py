@@ -10,12 +10,10 @@ from mla_tuner.candidates import (
     fill,
     law,
     partition_counts,
-    piece_tokens,
-    pieces,
     prior,
 )
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.shapes import CONTEXT_GRID, MAX_PARTITIONS, Shape, bucket_of
+from mla_tuner.shapes import CONTEXT_GRID, MAX_PARTITIONS, Shape, bucket_of, piece_tokens, pieces
 
 
 @pytest.mark.parametrize("cores", [1, 2, 8, 80, 132, None])

@@ -32,8 +32,10 @@ LAYERS = [
     ["table"],
     ["gates", "fits"],
     ["candidates"],
-    ["backends.cpu"],
+    ["backends.cpu", "backends.metal"],
+    ["backends.self_check"],
     ["backends.mlx_paths"],
+    ["backends.metal_tiles", "backends.shaders"],
     ["backends"],
     ["caches", "device", "plan"],
     ["shapes"],
@@ -41,7 +43,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 # The factory names its products, inside a function.
-UPWARDS = {("backends", "backends.cpu"), ("backends", "backends.mlx_paths")}
+UPWARDS = {("backends", f"backends.{name}") for name in ("cpu", "metal", "mlx_paths")}
 DOORS = {
     "click": {"cli", "options"},
     "optuna": {"tuner"},

@@ -11,7 +11,7 @@ from fakes import FakeBackend, make_device
 from mla_tuner import backends, overview
 from mla_tuner.device import DEFAULT_CACHE_BYTES, MLX_VERSION, probe
 from mla_tuner.evidence import Measurement
-from mla_tuner.plan import MLX
+from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import Shape
 from mla_tuner.store import Store
 
@@ -90,5 +90,7 @@ def test_where_the_cache_size_comes_from() -> None:
     assert f"{DEFAULT_CACHE_BYTES >> 20} MB assumed" in unknown
 
 
-def test_gpu_kernels_are_named_by_their_back_end() -> None:
-    assert overview.kernels(FakeBackend(name="metal")) == ["metal"]
+def test_gpu_kernels_are_its_tiles_and_the_others_say_why_not() -> None:
+    backend = FakeBackend(name="metal", refused=(Plan("single", 1, "r32"),))
+    assert overview.kernels(backend) == ["r16"]
+    assert overview.refused(backend) == ["single r32 is refused"]

@@ -64,3 +64,10 @@ def test_tiles_are_text(path: str, tile: Any) -> None:
 def test_only_kernels_have_tiles(path: str) -> None:
     with pytest.raises(ValueError, match=r"^\[Plan\] expected no tile for path .*; got 'r16'"):
         Plan(path, 1, "r16")
+
+
+@pytest.mark.parametrize(("context", "ran"), [(0, 1), (64, 1), (65, 2), (300, 5), (4096, 8)])
+def test_short_contexts_are_cut_in_fewer_pieces(context: int, ran: int) -> None:
+    expected = Plan("split", 8, "r16").cut(context)
+    assert expected == Plan("split" if ran > 1 else "single", ran, "r16")
+    assert MLX.cut(context) == MLX

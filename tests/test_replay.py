@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mla_tuner.candidates import candidates
+from mla_tuner.device import Device
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import Shape
 from tools.replay import __main__ as replay
@@ -18,7 +19,7 @@ from tools.replay.devices import Hardware, SimBackend
 from tools.replay.lab import Score
 from tools.replay.recording import Recording, Sweep, load, plan_of, save
 from tools.replay.replayed import Played, RecordedBackend, RecordedRunners
-from tools.replay.simulate import SimRunners
+from tools.replay.simulate import SimRunner, SimRunners
 
 SHAPE = Shape(4096, 1, 16)
 
@@ -198,12 +199,45 @@ def test_a_sweep_times_hopeless_plans_in_the_first_rounds_only() -> None:
     hardware = devices.cpu()
     plans = candidates(SHAPE.bucket, hardware.device, SimBackend(hardware))
     runner = SimRunners(hardware.seconds, noise.QUIET)(SHAPE, 0)
-    sweep = record.sweep_shape(runner, SHAPE, plans, deadline=1e9)
+    sweep = record.open_sweep(runner, SHAPE, plans, deadline=1e9)
     assert sweep is not None
     assert set(sweep.samples) == set(plans)
+    while sweep.rounds < record.ROUNDS:
+        sweep = record.more_rounds(runner, sweep)
+    assert sweep.rounds == record.ROUNDS
     assert sum(t is not None for t in sweep.samples[MLX]) == record.HOPELESS_ROUNDS
     assert None not in sweep.samples[Plan("split", 2, "r16")]
-    assert record.sweep_shape(runner, SHAPE, plans, deadline=runner.now() + 0.1) is None
+    assert record.open_sweep(runner, SHAPE, plans, deadline=runner.now() + 0.1) is None
+
+
+def test_a_recording_visits_all_shapes_in_turn_and_goes_on_where_it_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = devices.cpu()
+    visits: list[Shape] = []
+
+    class Runners(SimRunners):
+        def __init__(self, device: Device) -> None:
+            super().__init__(hardware.seconds, noise.QUIET)
+
+        def __call__(self, shape: Shape, seed: int) -> SimRunner:
+            visits.append(shape)
+            return super().__call__(shape, seed)
+
+    for name, stand_in in {
+        "LiveRunners": Runners,
+        "exact_candidates": lambda s, d: candidates(s.bucket, d, SimBackend(hardware)),
+        "settle": lambda device, force: {},
+    }.items():
+        monkeypatch.setattr(record, name, stand_in)
+    shapes, out = (SHAPE, replace(SHAPE, context=8192)), tmp_path / "r.json"
+    monkeypatch.setattr(record, "ROUNDS", 7)
+    record.record(out, shapes, budget_s=1e6, tell=print)
+    assert visits == [*shapes]
+    monkeypatch.setattr(record, "ROUNDS", 12)
+    record.record(out, shapes, budget_s=1e6, tell=print)
+    assert visits[2:] == [*shapes, *shapes]
+    assert [sweep.rounds for sweep in load(out).sweeps.values()] == [12, 12]
 
 
 def test_the_shipped_recordings_hold_tuned_and_held_out_shapes() -> None:

@@ -49,8 +49,11 @@ class Backend(Protocol):
     def available(self) -> tuple[bool, str]:
         """Whether the native kernels can run here, and why not."""
 
-    def tiles(self, rows: int) -> tuple[str, ...]:
-        """Legal tiles for that many query rows, the default first; empty without native kernels."""
+    def tiles(self, shape: Shape) -> tuple[str, ...]:
+        """Tiles for a shape, the default first; empty without native kernels.
+
+        They follow from its rows, dtype, geometry and layout: context and batch don't count.
+        """
 
     def signature(self, *arrays: mx.array | None) -> Hashable:
         """A key that is equal for arrays of equal dtypes and shapes; TypeError for what is none."""
@@ -91,6 +94,10 @@ def _make(name: str) -> Backend:
         from .cpu import CpuBackend
 
         return CpuBackend()
+    if name == "metal":
+        from .metal import MetalBackend
+
+        return MetalBackend()
     if name in NAMES:
         from .mlx_paths import MlxBackend
 

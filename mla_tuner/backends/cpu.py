@@ -17,9 +17,10 @@ import mlx.core as mx
 
 from ..caches import PagedCache
 from ..plan import Plan
-from ..shapes import Geometry, Shape
-from . import Call, next_ticket
-from .mlx_paths import MlxBackend, run_mlx_rows
+from ..shapes import DTYPES, Shape
+from . import Call
+from .mlx_paths import MlxBackend
+from .self_check import fault
 
 log = logging.getLogger("mla_tuner")
 
@@ -29,8 +30,6 @@ DEFAULT_ROWS = 64  # most rows of a default task: more would leave cores idle at
 _ROWS_OF = {"": 0} | {f"r{tile}": tile for tile in TILES}  # 0: the kernel chooses by idle threads
 _TICKET_BITS = 0x7FFFFFFF  # _native keeps an int; weeks of serving come round
 _CURE = "run `make setup`, or reinstall mla-tuner where a C++ compiler and that MLX are found"
-# Largest relative error of a whole output in the self-check; wrong kernels miss it by far.
-_SELF_CHECK_BOUND = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 
 
 class Kernel(NamedTuple):
@@ -56,8 +55,8 @@ class CpuBackend(MlxBackend):
     def available(self) -> tuple[bool, str]:
         return self._kernel.native is not None, self._kernel.reason
 
-    def tiles(self, rows: int) -> tuple[str, ...]:
-        return _tiles(rows) if self._kernel.native is not None else ()
+    def tiles(self, shape: Shape) -> tuple[str, ...]:
+        return _tiles(shape.rows) if self._kernel.native is not None else ()
 
     def signature(self, *arrays: mx.array | None) -> Hashable:
         native = self._kernel.native
@@ -67,7 +66,9 @@ class CpuBackend(MlxBackend):
         return key
 
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
-        if self._kernel.native is None and plan.native:
+        if not plan.native:
+            return super().refusal(plan, shape)
+        if self._kernel.native is None:
             return self._kernel.reason
         if plan.tile not in _ROWS_OF:
             return f"the CPU kernel's tiles are {', '.join(filter(None, _ROWS_OF))}"
@@ -133,30 +134,14 @@ class CpuBackend(MlxBackend):
         try:
             with mx.stream(mx.cpu):
                 faults = [
-                    fault
-                    for dtype, bound in _SELF_CHECK_BOUND.items()
+                    found
+                    for dtype in DTYPES
                     for plan in (Plan("single"), Plan("split", 3))
-                    if (fault := self._fault(plan, dtype, bound))
+                    if (found := fault(self, plan, dtype))
                 ]
         except Exception as error:  # serving asks, and must get an answer
             faults = [f"{type(error).__name__}: {error}"]
         return not faults, faults[0] if faults else "the CPU kernel agrees with mlx_rows"
-
-    def _fault(self, plan: Plan, dtype: mx.Dtype, bound: float) -> str | None:
-        """What is wrong with one small run, measured against `mlx_rows` in float32."""
-        call = _probe(dtype)
-        out, lse = self.run(plan, call)
-        want, want_lse = run_mlx_rows(_widened(call))
-        assert lse is not None
-        assert want_lse is not None
-        error = _float(mx.linalg.norm(out - want) / mx.linalg.norm(want))
-        lse_error = _float(mx.abs(lse - want_lse).max())
-        ran = self.executed(call.ticket)
-        if ran is None or (ran.path, ran.partitions) != (plan.path, plan.partitions):
-            return f"asked for {plan}, the CPU kernel ran {ran}"
-        if not (error <= bound and lse_error <= 1e-3):
-            return f"{plan} in {call.shape.dtype} is wrong by {error:.1e}, LSE by {lse_error:.1e}"
-        return None
 
 
 @lru_cache(maxsize=1024)
@@ -232,36 +217,3 @@ def _threads() -> int:
     from ..device import usable_cores
 
     return usable_cores()
-
-
-def _float(array: mx.array) -> float:
-    return float(array)
-
-
-def _probe(dtype: mx.Dtype) -> Call:
-    """A small ragged paged call: 2 sequences, 20 heads, 2 query tokens."""
-    keys = mx.random.split(mx.random.key(0), 3)
-
-    def normal(i: int, *shape: int) -> mx.array:
-        return mx.random.normal(shape, key=keys[i]).astype(dtype)
-
-    lengths = (300, 70)  # the longer one makes three pieces
-    table = mx.arange(38, dtype=mx.int32).reshape(2, 19)
-    cache = PagedCache(normal(0, 38, 16, 576), table, lengths)
-    name = str(dtype).removeprefix("mlx.core.")
-    shape = Shape(max(lengths), 2, 20, name, Geometry(512, 64), 2, "paged", lengths)
-    q_nope, q_pe = normal(1, 2, 20, 2, 512), normal(2, 2, 20, 2, 64)
-    return Call(q_nope, q_pe, cache, 0.05, shape, lengths, (0, 0), next_ticket(), want_lse=True)
-
-
-def _widened(call: Call) -> Call:
-    """The same numbers in float32."""
-    cache, q_pe = call.cache, call.q_pe
-    assert isinstance(cache, PagedCache)
-    assert q_pe is not None
-    latent = cache.latent.astype(mx.float32)
-    return call._replace(
-        q_nope=call.q_nope.astype(mx.float32),
-        q_pe=q_pe.astype(mx.float32),
-        cache=PagedCache(latent, cache.block_tables, cache.lengths),
-    )

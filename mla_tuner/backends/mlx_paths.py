@@ -7,7 +7,8 @@ padded work, and nothing outside [start, length) is touched, whatever it holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -35,18 +36,27 @@ def run_mlx(call: Call) -> tuple[mx.array, mx.array | None]:
     return _run(call, _mlx)
 
 
+def run_mlx_fused(call: Call) -> tuple[mx.array, mx.array | None]:
+    """As `mlx`, with MLX's fused kernel where its own rule would not take it.
+
+    Raises:
+        ValueError: MLX has none for such a call.
+    """
+    return _run(call, partial(_mlx, force_fused=True))
+
+
 def run_mlx_rows(call: Call) -> tuple[mx.array, mx.array | None]:
     """The same maths with heads and queries as rows of one matmul, so the latent is read once."""
     return _run(call, _mlx_rows)
 
 
-def _mlx(t: Tokens, scale: float) -> mx.array:
+def _mlx(t: Tokens, scale: float, **options: Any) -> mx.array:
     mask = t.mask
     if t.q_pe is not None and t.k_pe is not None:
         scores = (t.q_pe * scale) @ t.k_pe.swapaxes(-1, -2)
         mask = scores if mask is None else mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
     return mx.fast.scaled_dot_product_attention(
-        t.q_nope, t.latent, t.latent, scale=scale, mask=mask
+        t.q_nope, t.latent, t.latent, scale=scale, mask=mask, **options
     )
 
 
@@ -168,6 +178,7 @@ class MlxBackend:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._unfused: dict[tuple[object, ...], str | None] = {}
 
     def digest(self) -> str:
         return ""
@@ -175,7 +186,7 @@ class MlxBackend:
     def available(self) -> tuple[bool, str]:
         return False, f"no native kernel for {self.name} is built in"
 
-    def tiles(self, rows: int) -> tuple[str, ...]:
+    def tiles(self, shape: Shape) -> tuple[str, ...]:
         return ()
 
     def signature(self, *arrays: mx.array | None) -> Hashable:
@@ -184,10 +195,12 @@ class MlxBackend:
         return tuple([a if a is None else (a.shape, a.dtype) for a in arrays])
 
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
-        return self.available()[1] if plan.native else None
+        if plan.native:
+            return self.available()[1]
+        return self._fused_refusal(shape) if plan.path == "mlx_fused" else None
 
     def run(self, plan: Plan, call: Call) -> tuple[mx.array, mx.array | None]:
-        return run_mlx(call) if plan.path == "mlx" else run_mlx_rows(call)
+        return _RUN[plan.path](call)
 
     def executed(self, ticket: int) -> Plan | None:
         return None
@@ -197,3 +210,32 @@ class MlxBackend:
 
     def self_check(self) -> tuple[bool, str]:
         return self.available()
+
+    def _fused_refusal(self, shape: Shape) -> str | None:
+        """What MLX says of a few tokens of such a shape; asked once, never raises."""
+        key = shape.heads, shape.q_len, shape.dtype, shape.geometry
+        if key not in self._unfused:
+            self._unfused[key] = _fused_fault(shape)
+        return self._unfused[key]
+
+
+_RUN = {"mlx": run_mlx, "mlx_fused": run_mlx_fused, "mlx_rows": run_mlx_rows}
+
+
+def _fused_fault(shape: Shape) -> str | None:
+    dtype, (rank, rope), tokens = getattr(mx, shape.dtype), shape.geometry, 64
+
+    def zeros(*lead: int, width: int) -> mx.array | None:
+        return mx.zeros((*lead, width), dtype) if width else None
+
+    query, latent = (
+        mx.zeros((1, shape.heads, shape.q_len, rank), dtype),
+        mx.zeros((1, 1, tokens, rank), dtype),
+    )
+    beside = zeros(1, shape.heads, shape.q_len, width=rope), zeros(1, 1, tokens, width=rope)
+    try:
+        tiny = Tokens(query, beside[0], latent, beside[1], _causal(shape.q_len, tokens))
+        mx.eval(_mlx(tiny, 1.0, force_fused=True))
+    except Exception as error:  # an older MLX knows no such argument
+        return f"MLX's fused attention does not take it: {' '.join(str(error).split())[:300]}"
+    return None

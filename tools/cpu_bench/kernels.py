@@ -12,10 +12,10 @@ import numpy as np
 from mla_tuner import last_run, mla_decode
 from mla_tuner.backends import get
 from mla_tuner.caches import PagedCache
-from mla_tuner.candidates import pieces, row_groups
+from mla_tuner.candidates import row_groups
 from mla_tuner.cases import Case, check, make_case, reference
 from mla_tuner.plan import Plan
-from mla_tuner.shapes import DTYPE_BYTES, Shape
+from mla_tuner.shapes import DTYPE_BYTES, Shape, pieces
 from tools.peers import torch_cpu
 
 from .rounds import Form, timed
@@ -82,7 +82,7 @@ def native_plans(shape: Shape, threads: int) -> list[Plan]:
     """Plans that can keep `threads` threads busy, each tile and few partitions."""
     backend = get("cpu")
     plans: list[Plan] = []
-    for tile in backend.tiles(shape.rows):
+    for tile in backend.tiles(shape):
         if threads == 1 or row_groups(shape.rows, tile) >= threads:
             plans.append(Plan("single", 1, tile))
         for partitions in (threads, 2 * threads) if threads > 1 else ():
@@ -92,7 +92,7 @@ def native_plans(shape: Shape, threads: int) -> list[Plan]:
 
 
 def default_tile(shape: Shape) -> str:
-    return get("cpu").tiles(shape.rows)[0]
+    return get("cpu").tiles(shape)[0]
 
 
 def own_forms(case: Case, threads: int, errors: Errors) -> list[Form]:

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import mean
 
 from mla_tuner import backends
-from mla_tuner.candidates import MIN_GAIN, candidates, pieces
+from mla_tuner.candidates import MIN_GAIN, candidates
 from mla_tuner.evidence import TIE, percentile, plainness
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.shapes import Shape
+from mla_tuner.shapes import Shape, pieces
 from tools.replay import devices
 
 from .batches import RULES, batches
@@ -103,7 +103,7 @@ def measured(seconds: float) -> tuple[list[Answer], Found]:
         counts = [p for p in PARTITIONS if pieces(shape.context, p) == p]
         return [
             plan
-            for tile in backend.tiles(shape.rows)
+            for tile in backend.tiles(shape)
             for plan in (Plan("single", 1, tile), *(Plan("split", p, tile) for p in counts))
         ]
 

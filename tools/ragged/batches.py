@@ -6,9 +6,16 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mla_tuner.candidates import piece_tokens, pieces
 from mla_tuner.plan import Plan
-from mla_tuner.shapes import CONTEXT_GRID, Bucket, Shape, bucket_of, effective_batch
+from mla_tuner.shapes import (
+    CONTEXT_GRID,
+    Bucket,
+    Shape,
+    bucket_of,
+    effective_batch,
+    piece_tokens,
+    pieces,
+)
 
 PIECES = 8  # of the longest context: the count that pieces are counted for, and the floor
 Lengths = tuple[int, ...]

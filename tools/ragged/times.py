@@ -11,11 +11,11 @@ from statistics import median
 from time import perf_counter
 
 from mla_tuner import device
-from mla_tuner.candidates import piece_tokens, pieces, row_groups, rows_per_task
+from mla_tuner.candidates import row_groups, rows_per_task
 from mla_tuner.evidence import MIN_ROUNDS, paired
 from mla_tuner.live import LiveRunners
 from mla_tuner.plan import Plan
-from mla_tuner.shapes import DTYPE_BYTES, Shape
+from mla_tuner.shapes import DTYPE_BYTES, Shape, piece_tokens, pieces
 from tools.replay.devices import Hardware
 
 Times = dict[Plan, float]

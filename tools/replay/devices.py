@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from mla_tuner.candidates import TOKEN_TILE, piece_tokens, row_groups, rows_per_task
+from mla_tuner.candidates import row_groups, rows_per_task
 from mla_tuner.device import Device
 from mla_tuner.plan import Plan
-from mla_tuner.shapes import DTYPE_BYTES, Shape
+from mla_tuner.shapes import DTYPE_BYTES, TOKEN_TILE, Shape, piece_tokens
 
 GEMM_ROWS = 32  # MLX's matrix products pad their rows to that
 SCORE_PASSES = 6  # over [rows, context]: write, scale, mask, softmax twice, read
@@ -329,13 +329,15 @@ class SimBackend(StandIn):
     def digest(self) -> str:
         return "simulated"
 
-    def tiles(self, rows: int) -> tuple[str, ...]:
+    def tiles(self, shape: Shape) -> tuple[str, ...]:
         """Every tile up to the first that holds all rows; first the largest of at most 64."""
         ascending = sorted(self.hardware.tiles)
-        fit = next((i for i, tile in enumerate(ascending) if tile >= rows), len(ascending) - 1)
+        fit = next(
+            (i for i, tile in enumerate(ascending) if tile >= shape.rows), len(ascending) - 1
+        )
         useful = ascending[: fit + 1]
         first = max(tile for tile in useful if tile <= 64)
         return tuple(f"r{tile}" for tile in sorted(useful, key=lambda tile: (tile != first, tile)))
 
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
-        return None
+        return "no fused attention is modelled" if plan.path == "mlx_fused" else None

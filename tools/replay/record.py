@@ -22,6 +22,7 @@ from mla_tuner.shapes import Shape
 from .recording import MIN_ROUNDS, Recording, Samples, Sweep, load, save
 
 ROUNDS = 31
+A_TURN = 3  # rounds before the next shape's turn: a bad minute falls on all shapes alike
 # Times behind the best in every one of the first rounds: no more of those are needed. A plan of two
 # threads looks like that for a while when a core is taken.
 HOPELESS = 8.0
@@ -54,9 +55,9 @@ def record(
     tell: Callable[[str], None],
     force: bool = False,
 ) -> Recording:
-    """Sweep the shapes that the file doesn't hold yet, as far as the budget goes.
+    """Sweep the shapes in turn, a few rounds each, up to `ROUNDS` or the end of the budget.
 
-    The file is written after every shape, so that a run may be cut short and go on later. Holds the
+    The file is written after every turn, so that a run may be cut short and go on later. Holds the
     machine's lock.
 
     Raises:
@@ -70,19 +71,28 @@ def record(
         recording.measured += f"; {len(recording.sweeps)} shapes on, {state}"
         runners = LiveRunners(device)
         deadline = runners.now() + budget_s
-        for shape in (shape for shape in shapes if shape not in recording.sweeps):
-            started = runners.now()
-            if started > deadline:
-                tell("the budget was used up")
-                break
-            sweep = sweep_shape(runners(shape, 0), shape, exact_candidates(shape, device), deadline)
-            if sweep is None:
-                tell(f"{shape}: passed over, {deadline - runners.now():.0f} s are left")
-                continue
-            recording.sweeps[shape] = sweep
+        passed_over: set[Shape] = set()
+        while todo := [s for s in shapes if s not in passed_over and _unfinished(recording, s)]:
+            for shape in todo:
+                if runners.now() > deadline:
+                    tell("the budget was used up")
+                    return recording
+                sweep = recording.sweeps.get(shape)
+                runner = runners(shape, sweep.rounds if sweep else 0)
+                if sweep is None:
+                    sweep = open_sweep(runner, shape, exact_candidates(shape, device), deadline)
+                if sweep is None:
+                    passed_over.add(shape)
+                    tell(f"{shape}: passed over, {deadline - runners.now():.0f} s are left")
+                    continue
+                recording.sweeps[shape] = more_rounds(runner, sweep)
             save(recording, out)
-            tell(f"{shape}: {len(sweep.samples)} plans, {runners.now() - started:.1f} s")
+            tell(f"{len(todo)} shapes visited, {deadline - runners.now():.0f} s are left")
     return recording
+
+
+def _unfinished(recording: Recording, shape: Shape) -> bool:
+    return shape not in recording.sweeps or recording.sweeps[shape].rounds < ROUNDS
 
 
 def exact_candidates(shape: Shape, device: devices.Device) -> list[Plan]:
@@ -91,10 +101,10 @@ def exact_candidates(shape: Shape, device: devices.Device) -> list[Plan]:
     return candidates(exact, device, backends.get(device.backend))
 
 
-def sweep_shape(
+def open_sweep(
     runner: Runner, shape: Shape, plans: Sequence[Plan], deadline: float
 ) -> Sweep | None:
-    """Proves each plan, then times all of them in shuffled rounds. None: it would not fit.
+    """Proves each plan, then times all of them in the first rounds. None: it would not fit.
 
     Raises:
         RuntimeError: a plan is wrong here, or another one ran: nothing to record.
@@ -106,39 +116,50 @@ def sweep_shape(
         checked = runner.check(plan)
         if not checked.ok:
             raise RuntimeError(f"{plan} is wrong at {shape}: {checked.reason}")
-        first[plan] = checked.seconds
-    if runner.now() + SLACK * _estimate(first) > deadline:
+        first[plan] = checked.seconds * 1e6
+    if runner.now() + SLACK * _estimate_s(first) > deadline:
         return None
-    rng = random.Random(str(shape))
-    # Chained calls that make a sample long enough: what the check gave is a warm call.
-    inner = {p: min(MAX_INNER, max(1, math.ceil(SAMPLE_S / s))) for p, s in first.items()}
-    samples: dict[Plan, list[float | None]] = {plan: [] for plan in plans}
-    live = list(plans)
-    for at in range(ROUNDS):
+    empty: dict[Plan, Samples] = dict.fromkeys(plans, ())
+    return _timed(runner, Sweep(shape, empty, first), plans, HOPELESS_ROUNDS)
+
+
+def more_rounds(runner: Runner, sweep: Sweep) -> Sweep:
+    """Another turn: the plans that were not hopeless in the first rounds.
+
+    Raises:
+        RuntimeError: another plan ran than the one asked for.
+    """
+    least = {
+        plan: min(t for t in row[:HOPELESS_ROUNDS] if t is not None)
+        for plan, row in sweep.samples.items()
+    }
+    best = min(least.values())
+    live = [plan for plan in sweep.samples if least[plan] < HOPELESS * best]
+    return _timed(runner, sweep, live, min(A_TURN, ROUNDS - sweep.rounds))
+
+
+def _timed(runner: Runner, sweep: Sweep, live: Sequence[Plan], rounds: int) -> Sweep:
+    """The sweep with so many shuffled rounds of the live plans more."""
+    rng = random.Random(f"{sweep.shape} {sweep.rounds}")
+    samples: dict[Plan, list[float | None]] = {p: [*row] for p, row in sweep.samples.items()}
+    for _ in range(rounds):
         for row in samples.values():
             row.append(None)
         for plan in rng.sample(live, len(live)):
-            seconds, ran = runner.sample(plan, inner[plan])
+            # Chained calls that make a sample long enough: what the check gave is a warm call.
+            inner = min(MAX_INNER, max(1, math.ceil(SAMPLE_S * 1e6 / sweep.first_us[plan])))
+            seconds, ran = runner.sample(plan, inner)
             if ran is None or (ran.path, ran.partitions) != (plan.path, plan.partitions):
-                raise RuntimeError(f"asked for {plan} at {shape}, but {ran} ran")
-            samples[plan][at] = seconds * 1e6
-        if at + 1 == HOPELESS_ROUNDS:
-            live = _close(samples)
+                raise RuntimeError(f"asked for {plan} at {sweep.shape}, but {ran} ran")
+            samples[plan][-1] = seconds * 1e6
     rows: dict[Plan, Samples] = {plan: tuple(row) for plan, row in samples.items()}
-    return Sweep(shape, rows, {plan: seconds * 1e6 for plan, seconds in first.items()})
+    return Sweep(sweep.shape, rows, sweep.first_us)
 
 
-def _estimate(first: dict[Plan, float]) -> float:
-    best = min(first.values())
-    rounds = {p: ROUNDS if s < HOPELESS * best else HOPELESS_ROUNDS for p, s in first.items()}
-    return sum(rounds[plan] * max(seconds, SAMPLE_S) for plan, seconds in first.items())
-
-
-def _close(samples: dict[Plan, list[float | None]]) -> list[Plan]:
-    """The plans that are not hopeless."""
-    least = {plan: min(t for t in row if t is not None) for plan, row in samples.items()}
-    best = min(least.values())
-    return [plan for plan in samples if least[plan] < HOPELESS * best]
+def _estimate_s(first_us: dict[Plan, float]) -> float:
+    best = min(first_us.values())
+    rounds = {p: ROUNDS if us < HOPELESS * best else HOPELESS_ROUNDS for p, us in first_us.items()}
+    return sum(rounds[plan] * max(us * 1e-6, SAMPLE_S) for plan, us in first_us.items())
 
 
 def _resumed(out: Path, device: devices.Device) -> Recording:
@@ -152,8 +173,9 @@ def _resumed(out: Path, device: devices.Device) -> Recording:
             system=devices.system_version(),
             date=datetime.now(timezone.utc).date().isoformat(),
             command=shlex.join(["python", "-m", "tools.replay", *sys.argv[1:]]),
-            measured=f"all candidates in {ROUNDS} shuffled rounds ({MIN_ROUNDS} at least), cold "
-            f"caches; those {HOPELESS:g}x behind in {HOPELESS_ROUNDS} rounds",
+            measured=f"all candidates in {ROUNDS} shuffled rounds ({MIN_ROUNDS} at least), "
+            f"{A_TURN} of each shape in turn, cold caches; those {HOPELESS:g}x behind in the first "
+            f"{HOPELESS_ROUNDS} rounds",
         )
     known = load(out)
     then = known.device.key, known.kernel, known.software.get("mlx")

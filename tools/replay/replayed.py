@@ -6,11 +6,12 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from math import exp, log
 from statistics import median
 
-from mla_tuner.candidates import pieces, row_groups
+from mla_tuner.candidates import row_groups
 from mla_tuner.measure import Checked
 from mla_tuner.plan import Plan
 from mla_tuner.shapes import Shape
@@ -50,11 +51,8 @@ class Played:
 
     def executed(self, plan: Plan) -> Plan:
         """What runs when this plan is asked for: a short context is cut in fewer pieces."""
-        if not plan.native:
-            return plan
-        tile = plan.tile or self.tiles[0]
-        count = pieces(self.shape.context, plan.partitions)
-        return Plan("split" if count > 1 else "single", count, tile)
+        whole = replace(plan, tile=plan.tile or self.tiles[0]) if plan.native else plan
+        return whole.cut(self.shape.context)
 
     @cached_property
     def tiles(self) -> tuple[str, ...]:
@@ -169,9 +167,9 @@ class RecordedBackend(StandIn):
     def digest(self) -> str:
         return self._kernel
 
-    def tiles(self, rows: int) -> tuple[str, ...]:
+    def tiles(self, shape: Shape) -> tuple[str, ...]:
         """Those recorded for as many rows."""
-        return self._tiles.get(rows, ())
+        return self._tiles.get(shape.rows, ())
 
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
         if self._strict and not (shape in self._sweeps and self._sweeps[shape].known(plan)):

@@ -1,0 +1,265 @@
+"""The Metal back end without its kernels: tiles, grids, texts, and every way to be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mla_tuner.backends import metal, metal_tiles
+from mla_tuner.backends.metal import MetalBackend
+from mla_tuner.backends.shaders import Text, digest, minified
+from mla_tuner.candidates import rows_per_task
+from mla_tuner.plan import MLX, Plan
+from mla_tuner.shapes import DTYPES, GEOMETRIES, TOKEN_TILE, Shape, piece_tokens
+
+SHAPE = Shape(300, 1, 16)
+DEFAULT = "r16t16"
+
+
+# --- tiles and grids: plain arithmetic
+
+
+@pytest.mark.parametrize("name", metal_tiles.TILES)
+def test_a_tiles_name_says_its_rows_and_tokens(name: str) -> None:
+    tile = metal_tiles.TILES[name]
+    assert rows_per_task(name) == tile.rows
+    assert f"t{tile.tokens}" in name
+    assert TOKEN_TILE % tile.tokens == 0  # a piece ends where a step does
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_no_launch_is_beyond_the_limits(geometry: Any, dtype: str) -> None:
+    for heads, q_len in product((1, 2, 3, 4, 5, 8, 9, 16, 17, 20, 128), (1, 8)):
+        shape = Shape(300, 3, heads, dtype, geometry, q_len)
+        names = metal_tiles.useful(shape)
+        assert len(set(names)) == len(names) > 0
+        for name in names:
+            tile = metal_tiles.TILES[name]
+            assert metal_tiles.refusal(name, shape) is None
+            assert tile.threads(geometry) in (128, 256)
+            assert tile.threadgroup_bytes(geometry, dtype) <= metal_tiles.THREADGROUP_BYTES
+            threads, batch, partitions = metal_tiles.grid(tile, shape, 5)
+            assert threads % tile.threads(geometry) == 0
+            assert tile.rows * threads // tile.threads(geometry) >= shape.rows
+            assert (batch, partitions) == (3, 5)
+        merge = metal_tiles.merge_grid(shape)
+        assert merge == (shape.rows * geometry.kv_lora_rank // 4, 3, 1)
+
+
+def test_the_default_tile_goes_by_rows() -> None:
+    first = {n: metal_tiles.useful(Shape(300, 1, n))[0] for n in (1, 2, 3, 4, 5, 8, 9, 20, 128)}
+    assert first == {
+        1: "v1t8",
+        2: "v2t8",
+        3: "v4t8",
+        4: "v4t8",
+        5: "r8t32",
+        8: "r8t32",
+        9: DEFAULT,
+        20: DEFAULT,
+        128: DEFAULT,
+    }
+    assert metal_tiles.useful(Shape(300, 1, 16, "float32"))[0] == "r16t8"
+
+
+def test_registers_and_memory_are_those_counted() -> None:
+    tile = metal_tiles.TILES[DEFAULT]
+    assert isinstance(tile, metal_tiles.Matrix)
+    assert tile.registers(GEOMETRIES[0], "float16") == 18 + 32 + 18 + 8
+    assert tile.threadgroup_bytes(GEOMETRIES[0], "float16") == 8 * 16 * 20 * 4 + 16 * 24 * 2 + 128
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        ("r9", "float16", "the Metal kernels' tiles are v1t8, v2t8"),
+        ("", "float16", "the Metal kernels' tiles are"),
+        ("r16t8f", "float16", "tile r16t8f is not for it: only bfloat16 is worth converting"),
+        ("r16t16", "float32", "it takes 112 registers of 104 in float32"),
+    ],
+)
+def test_a_tile_that_does_not_fit_says_why(name: str, dtype: str, reason: str) -> None:
+    found = metal_tiles.refusal(name, Shape(300, 1, 16, dtype))
+    assert found is not None
+    assert reason in found
+
+
+def test_too_much_threadgroup_memory_is_a_reason() -> None:
+    assert metal_tiles.Vector(64, 8).refusal(GEOMETRIES[0], "float16") == (
+        "it takes 147584 bytes of threadgroup memory, 32768 are there"
+    )
+
+
+# --- texts
+
+
+def test_minified_text_means_the_same() -> None:
+    source = """
+    // a comment
+    #define TWICE(x) \\
+      (2 * (x))   // of a directive
+    template <typename T> /* long
+    comment */ void f(thread T& a, int b) {
+      a = b + +1 - -2; a = a / *p; s = "a  // b"; return b ? 1.0f : -2.0f;
+    }
+    #undef TWICE
+    """
+    assert minified(source) == (
+        "#define TWICE(x) (2 * (x))\n"
+        "template<typename T>void f(thread T&a,int b)"
+        '{a=b+ +1- -2;a=a/ *p;s= "a  // b";return b?1.0f: -2.0f;}\n'
+        "#undef TWICE"
+    )
+
+
+def test_the_digest_tells_texts_apart() -> None:
+    texts = [Text("a", "b"), Text("ab", ""), Text("", "ab"), Text("a", "c")]
+    assert len({digest([text]) for text in texts}) == len(texts)
+    assert len(digest(texts)) == 16
+
+
+# --- refusals: MLX stands in for a Mac, its kernels for whatever a Mac might do
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], MetalBackend]:
+    """A back end that finds Metal, where calling any kernel calls the given function."""
+
+    def make(launch: Callable[..., Any]) -> MetalBackend:
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+        monkeypatch.setattr(mx.fast, "metal_kernel", lambda **options: launch)
+        return MetalBackend()
+
+    return make
+
+
+def zeros(**launch: Any) -> list[mx.array]:
+    """What a launch that never ran leaves behind."""
+    shapes, dtypes = launch["output_shapes"], launch["output_dtypes"]
+    return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def nans(**launch: Any) -> list[mx.array]:
+    return [mx.full(each.shape, mx.nan, each.dtype) for each in zeros(**launch)]
+
+
+def lanes_only(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """The lane map as expected; everything else as `launch` does it."""
+
+    def answer(**options: Any) -> Any:
+        if options["output_shapes"] != [(32, 2)]:
+            return launch(**options)
+        first = [
+            8 * ((n >> 2 & 4) | (n >> 1 & 3)) + 2 * ((n >> 2 & 2) | (n & 1)) for n in range(32)
+        ]
+        return [mx.array([[n, n + 1] for n in first], mx.float32)]
+
+    return answer
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def launch(*_: Any, **options: Any) -> Any:
+        raise error
+
+    return launch
+
+
+@pytest.mark.parametrize("path", ["single", "split"])
+@pytest.mark.parametrize(
+    ("launch", "reason"),
+    [
+        (zeros, "lays out its 8 x 8 matrices in another way"),
+        (lanes_only(zeros), "is wrong by 1.0e+00"),
+        (lanes_only(nans), "is wrong by nan"),
+        (
+            raising(RuntimeError("[metal::Device] Unable to build\n  library")),
+            "RuntimeError: [metal::Device] Unable to build library",
+        ),
+        (raising(ValueError("threadgroup 256 exceeds maximum 192")), "exceeds maximum 192"),
+    ],
+)
+def test_a_kernel_that_fails_here_is_refused_with_the_reason(
+    mac: Callable[[Callable[..., Any]], MetalBackend],
+    launch: Callable[..., Any],
+    reason: str,
+    path: str,
+) -> None:
+    backend = mac(launch)
+    plan = Plan(path, 2 if path == "split" else 1, DEFAULT)
+    found = backend.refusal(plan, SHAPE)
+    assert found is not None
+    assert found.startswith(f"tile {DEFAULT} failed its check here")
+    assert reason in found
+    assert backend.refusal(MLX, SHAPE) is backend.refusal(Plan("mlx_rows"), SHAPE) is None
+    passed, why = backend.self_check()
+    assert not passed
+    assert "failed its check here" in why
+
+
+def test_a_check_is_made_once(mac: Callable[[Callable[..., Any]], MetalBackend]) -> None:
+    calls: list[object] = []
+
+    def launch(**options: Any) -> list[mx.array]:
+        calls.append(options)
+        return zeros(**options)
+
+    backend = mac(launch)
+    for _ in range(3):
+        assert backend.refusal(Plan("split", 2, "v4t8"), SHAPE)
+        assert backend.refusal(Plan("split", 5, "v4t8"), Shape(9000, 2, 4))
+    assert len(calls) == 2  # one pass and its merge
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda patch: patch.setattr(mx.metal, "is_available", lambda: False), "no Metal device"),
+        (lambda patch: patch.delattr(mx.fast, "metal_kernel"), "has no mx.fast.metal_kernel"),
+        (
+            lambda patch: patch.setattr(metal, "text", raising(FileNotFoundError("gone"))),
+            "are not installed: reinstall mla-tuner",
+        ),
+    ],
+)
+def test_without_kernels_only_mlx_runs(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    change(monkeypatch)
+    backend = MetalBackend()
+    able, why = backend.available()
+    assert not able
+    assert reason in why
+    assert backend.self_check() == (False, why)
+    assert backend.refusal(Plan("split", 2), SHAPE) == why
+    assert backend.refusal(MLX, SHAPE) is None
+    assert backend.tiles(SHAPE) == ()
+
+
+def test_the_cache_is_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def metal_kernel(**options: Any) -> Callable[..., Any]:
+        made.append(options)
+        return zeros
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
+    backend = MetalBackend()
+    for name in ("v1t8", DEFAULT):
+        backend.refusal(Plan("split", 2, name), SHAPE)
+    assert [options["ensure_row_contiguous"] for options in made] == [False] * len(made)
+    assert {"mla_vector", "mla_lanes"} <= {options["name"] for options in made}
+
+
+def test_pieces_are_whole_steps_of_every_tile() -> None:
+    for context, partitions in product((1, 63, 64, 65, 4097, 1 << 20), (1, 2, 7, 64)):
+        piece = piece_tokens(context, partitions)
+        assert all(piece % tile.tokens == 0 for tile in metal_tiles.TILES.values())
