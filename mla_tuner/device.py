@@ -66,8 +66,13 @@ def _usable_cpus() -> int:
 
 
 def _command_output(command: Sequence[str]) -> bytes:
+    # Servers are started with any PATH, and must find the same device: macOS keeps sysctl and ioreg
+    # in /usr/sbin.
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin"))
     try:
-        return subprocess.run(command, capture_output=True, timeout=5, check=False).stdout
+        return subprocess.run(
+            command, capture_output=True, timeout=5, check=False, env={**os.environ, "PATH": path}
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return b""
 
@@ -268,10 +273,14 @@ def _number(text: str) -> int:
 
 
 def metal_device(info: Mapping[str, object], system: System = SYSTEM) -> Device:
-    """An Apple GPU, from MLX's device info and the I/O registry."""
+    """An Apple GPU, from MLX's device info and the I/O registry.
+
+    Its family is the chip's generation; a device that isn't named after a chip, as in virtual
+    machines, is a family of its own architecture.
+    """
     name = str(info["device_name"])
     architecture = str(info.get("architecture") or "unknown")
-    chip = re.search(r"\bM\d+", name)
+    chip = re.search(r"\b[AM]\d+\b", name)
     return Device(
         backend="metal",
         architecture=architecture,
@@ -284,17 +293,32 @@ def metal_device(info: Mapping[str, object], system: System = SYSTEM) -> Device:
 
 
 def _metal_cores(system: System) -> int | None:
-    """GPU cores; None in virtual machines, whose registry has no such entry."""
+    """GPU cores; None where the registry tells none, as in virtual machines, or contradicts itself.
+
+    A guess would be worse: it would select the plans of another device.
+    """
     import plistlib
 
+    answer = system.command(["ioreg", "-a", "-r", "-d", "1", "-c", "AGXAccelerator"])
     try:
-        entries = plistlib.loads(
-            system.command(["ioreg", "-a", "-r", "-d", "1", "-c", "AGXAccelerator"])
-        )
-        cores = entries[0]["gpu-core-count"]
-    except Exception:  # plistlib raises whatever its XML parser does
+        counts = set(_core_counts(plistlib.loads(answer)))
+    except Exception:  # plistlib raises whatever its parsers do
         return None
-    return cores if isinstance(cores, int) and 0 < cores < 1024 else None
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _core_counts(entry: object) -> Iterator[int]:
+    """Every believable count in registry entries, which may hold others."""
+    if isinstance(entry, dict):
+        count = entry.get("gpu-core-count")
+        if isinstance(count, bytes):  # as the device tree writes numbers
+            count = int.from_bytes(count, "little")
+        if type(count) is int and 0 < count < 1024:  # True is an int, too
+            yield count
+        yield from _core_counts(list(entry.values()))
+    elif isinstance(entry, list):
+        for each in entry:
+            yield from _core_counts(each)
 
 
 def cuda_device(info: Mapping[str, object], attributes: Mapping[str, int]) -> Device:

@@ -21,6 +21,7 @@ STATUSES = ("ok", "wrong", "error", "timeout")
 TIE = 1.02  # closer than this, nobody notices: fewer partitions win
 EQUAL = 1.005  # closer than this, the order is fixed
 OVERLAP_TIE = 1.05  # an interval that reaches 1 makes a tie too, but not at any price
+MUCH_FEWER = 0.75  # two partitions in forty save no memory: a tie is not worth being slower for
 MIN_ROUNDS = 6  # fewer pairs have no 95 % interval: all of them on one side is 3 % luck at six
 CONFIDENCE = 0.95
 LOSER_P = 0.02  # six rounds lost out of six
@@ -144,10 +145,11 @@ def finalist(measurements: Sequence[Measurement]) -> Measurement | None:
     """The plan that should meet `mlx` in the final duel; None where none can win it.
 
     The leader has the lowest median of those timed in every round. Of the plans tied with it those
-    with the fewest partitions are left, and of these the fastest or, where it is `EQUAL`, the
-    plainest: the same one whatever the order in which they were proposed and timed. (Wider ties pay
-    for fewer partitions, not for another tile: by `TIE` a tenth of all buckets changed theirs in
-    4 % of noise, by `EQUAL` a sixtieth. Simulated CPU, 2026-11-29.)
+    with the fewest partitions are left, if these are `MUCH_FEWER`; else those with the leader's
+    count. Of these it is the fastest or, where it is `EQUAL`, the plainest: the same one whatever
+    the order in which they were proposed and timed. (Wider ties pay for fewer partitions, not for
+    another tile: by `TIE` a tenth of all buckets changed theirs in 4 % of noise, by `EQUAL` a
+    sixtieth. Simulated CPU, 2026-11-29.)
     """
     timed = [m for m in measurements if m.status == "ok" and m.plan != MLX]
     if not timed:
@@ -160,8 +162,9 @@ def finalist(measurements: Sequence[Measurement]) -> Measurement | None:
     if leader.ratio_high is not None and leader.ratio_high < MIN_GAIN:
         return None
     rivals = [m for m in full if tied(m, leader)]
-    fewest = min(m.plan.partitions for m in rivals)
-    rivals = [m for m in rivals if m.plan.partitions == fewest]
+    fewest, usual = min(m.plan.partitions for m in rivals), leader.plan.partitions
+    count = fewest if fewest <= MUCH_FEWER * usual else usual
+    rivals = [m for m in rivals if m.plan.partitions == count]
     fastest = min(median(m.samples_us) for m in rivals)
     close = [m for m in rivals if median(m.samples_us) <= EQUAL * fastest]
     return min(close, key=lambda m: plainness(m.plan))

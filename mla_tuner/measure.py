@@ -60,6 +60,8 @@ FULL = Effort(settled=MIN_ROUNDS, most=61, seconds=2.0, least=12)  # every plan 
 # Finds the plan worth a duel. Ten rounds of 4 % noise found a plan 5 % ahead of ten others 31 times
 # of 100, 41 rounds 99 times (simulated).
 SEARCH = Effort(settled=2, most=41, ranked=True, seconds=1.0, least=10)
+# Picks among a few that are close, from different groups of a search.
+PLAYOFF = Effort(settled=MIN_ROUNDS, most=161, seconds=2.0, least=10)
 DUEL = Effort(settled=MIN_ROUNDS, most=121, seconds=6.0, least=19)  # tells 5 % from noise of 3 %
 
 

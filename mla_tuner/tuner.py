@@ -19,7 +19,7 @@ from .device import Device
 from .errors import BudgetError, DeviceError
 from .evidence import Measurement, finalist
 from .live import IsolatedRunners
-from .measure import DUEL, SEARCH, Effort, Runner, Runners, machine_lock, measure, one_line
+from .measure import DUEL, PLAYOFF, SEARCH, Effort, Runner, Runners, machine_lock, measure, one_line
 from .plan import MLX, Plan
 from .recheck import Versions
 from .shapes import DEEPSEEK, DTYPES, MAX_PARTITIONS, Bucket, Geometry, Shape
@@ -31,6 +31,7 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 EXHAUSTIVE = 48  # plans that are all measured; more are searched by TPE
 GROUP = 12  # plans that TPE proposes at a time, to be measured side by side
 GROUPS = 4
+PLAYERS = 5  # the best of all groups, which meet in one race more
 SEARCH_SHARE = 0.6  # of the time left may go to the search; the final duel needs the rest
 TRIAL_CONTEXT = 1024  # tokens of the trial that tells how fast `mlx` is before anything is tuned
 SIGN_OF_LIFE = Shape(64, 1, 1, "float32")  # what any device can run, if anything
@@ -335,7 +336,11 @@ class _Run:
             if found[0].status != "ok":
                 break
             group = [plan for plan in proposals.ask() if plan not in best]
-        return measured, best[0] if best else None
+        if best and not few:  # those of different groups have not met
+            found = self._measure(bucket, runner, [MLX, *_first(measured)], deadline, PLAYOFF)
+            measured += found
+            leader = finalist(found) or leader
+        return measured, leader.plan if leader else None
 
     def _measure(
         self, bucket: Bucket, runner: Runner, plans: list[Plan], deadline: float, effort: Effort
@@ -352,6 +357,12 @@ class _Run:
         self.summary.dropped += found[0].dropped
         self.summary.paused_s += found[0].paused_s
         return found
+
+
+def _first(measured: Sequence[Measurement]) -> list[Plan]:
+    """The plans with the best ratio to `mlx` in their last race."""
+    ratios = {m.plan: m.ratio for m in measured if m.ratio is not None and m.plan != MLX}
+    return sorted(ratios, key=ratios.__getitem__, reverse=True)[:PLAYERS]
 
 
 class _Costs:
@@ -426,7 +437,10 @@ class _Grid:
 
 
 class _Tpe:
-    """Many plans: groups that TPE proposes, the first being the best by the analytic prior."""
+    """Many plans: groups that TPE proposes, the first being the best by the analytic prior.
+
+    A last group holds what was not proposed around the best: TPE's choice differs from run to run.
+    """
 
     def __init__(self, plans: Sequence[Plan], seed: int) -> None:
         self.study = optuna.create_study(
@@ -442,10 +456,10 @@ class _Tpe:
             self.study.enqueue_trial({"variant": _variant(plan), "partitions": plan.partitions})
 
     def ask(self) -> list[Plan]:
-        if self.groups == GROUPS:
-            return []
         self.groups += 1
         self.trials = {}
+        if self.groups > GROUPS:
+            return self._neighbours() if self.groups == GROUPS + 1 else []
         for _ in range(3 * GROUP):  # TPE likes to repeat itself on a small space
             trial = self.study.ask()
             plan = self._plan(trial)
@@ -456,6 +470,18 @@ class _Tpe:
             if len(self.trials) == GROUP:
                 break
         return list(self.trials)
+
+    def _neighbours(self) -> list[Plan]:
+        """Unmeasured plans around the best one: its variant's nearest partition counts."""
+        ratios = {plan: m.ratio for plan, m in self.seen.items() if m.ratio is not None}
+        if not ratios:
+            return []
+        best = max(ratios, key=ratios.__getitem__)
+        near = sorted(
+            (plan for plan in self.variants.get(_variant(best), []) if plan not in self.seen),
+            key=lambda plan: abs(math.log(plan.partitions / best.partitions)),
+        )
+        return near[:GROUP]
 
     def _plan(self, trial: optuna.Trial) -> Plan:
         """The legal plan nearest to what the sampler wants."""

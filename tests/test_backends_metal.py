@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mla_tuner import ops, verify
 from mla_tuner.backends import metal, metal_tiles
 from mla_tuner.backends.metal import MetalBackend
 from mla_tuner.backends.shaders import Text, digest, minified
@@ -213,6 +214,20 @@ def test_a_check_is_made_once(mac: Callable[[Callable[..., Any]], MetalBackend])
         assert backend.refusal(Plan("split", 2, "v4t8"), SHAPE)
         assert backend.refusal(Plan("split", 5, "v4t8"), Shape(9000, 2, 4))
     assert len(calls) == 2  # one pass and its merge
+
+
+def test_verify_fails_with_the_reason_where_every_tile_is_refused(
+    mac: Callable[[Callable[..., Any]], MetalBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = mac(lanes_only(zeros))
+    monkeypatch.setattr(ops, "_backend", lambda: backend)
+    found = verify.check_kernels(backend)
+    assert {check.ok for check in found if check.isa != "mlx"} == {False}
+    assert {check.variant.split()[-1] for check in found if check.isa != "mlx"} == {
+        *metal_tiles.TILES
+    }
+    assert all("failed its check here" in check.reason for check in found if not check.ok)
+    assert all(check.ok for check in found if check.isa == "mlx")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pytest
 from commands import TUNE, answer, error, lines, run
 from fakes import FakeRunners
 
+from mla_tuner import device as devices
+
 
 @pytest.fixture
 def db(tmp_path: Path) -> Path:
@@ -17,7 +19,8 @@ def db(tmp_path: Path) -> Path:
     return tmp_path / "tuning.db"
 
 
-def test_absent_device() -> None:
+def test_absent_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_gpu", lambda: ("", {}))
     assert error("--device", "metal").startswith("no metal device here: MLX ")
 
 

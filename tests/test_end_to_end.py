@@ -50,7 +50,8 @@ def test_a_new_process_runs_the_plan_that_was_tuned(
         summary = tune(store, device, wanted, budget_s=60.0, force=True)
         assert [row.bucket for row in summary.tuned] == wanted
         stored = summary.tuned[1]
-        assert stored.plan.native  # by far: MLX's CPU build links a reference BLAS
+        # By far: MLX's CPU build for Linux links a reference BLAS.
+        assert stored.plan.native or sys.platform == "darwin"
         evidence = store.evidence(stored.bucket)
         assert {e["status"] for e in evidence} == {"ok"}
         # What was timed is what was asked for, plan by plan.

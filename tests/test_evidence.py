@@ -103,6 +103,15 @@ def test_near_ties_go_to_fewer_partitions(behind: float, winner: Plan) -> None:
     assert chosen.plan == winner
 
 
+@pytest.mark.parametrize(("count", "winner"), [(38, 40), (31, 40), (30, 30), (2, 2)])
+def test_a_tie_does_not_pay_for_a_few_partitions_less(count: int, winner: int) -> None:
+    fewer, leader = Plan("split", count, "r16"), Plan("split", 40, "r16")
+    found = [timed(MLX, [100.0] * 8), timed(leader, [10.0] * 8), timed(fewer, [10.15] * 8)]
+    chosen = finalist(found)
+    assert chosen is not None
+    assert chosen.plan.partitions == winner
+
+
 def test_noise_that_hides_a_small_difference_is_a_tie_but_not_at_any_price() -> None:
     rng = random.Random(0)
     noisy = [rng.uniform(0.9, 1.1) for _ in range(8)]

@@ -12,6 +12,7 @@ import pytest
 from mla_tuner import __main__, cli
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a Linux device")
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["db", "path"], ["probe", "--json"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_behind_stdout_is_one_line(args: list[str], unbuffered: str) -> None:

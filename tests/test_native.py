@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -412,6 +413,7 @@ def test_two_streams_at_once(threads):
     assert not failures, failures[0]
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="Apple's frameworks end a forked child")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_forked_child_runs_and_ends(threads):
     """The parent's workers don't exist in the child: it starts its own, and ends without them."""

@@ -139,7 +139,27 @@ def test_a_wide_machine_is_searched_by_tpe_and_found_nearly_as_good(store: Store
     best = min(seconds(shape, plan) for plan in plans)
     assert seconds(shape, summary.tuned[0].plan) < 1.1 * best
     measured = {(e["path"], e["partitions"], e["tile"]) for e in store.evidence()}
-    assert len(measured) <= 2 + tuner.GROUP * tuner.GROUPS < len(plans)
+    assert len(measured) <= 2 + tuner.GROUP * (tuner.GROUPS + 1) < len(plans)
+
+
+def test_a_wide_search_ends_with_neighbours_of_the_best_and_a_playoff(store: Store) -> None:
+    """A peak one partition wide: proposals may miss it, the neighbours of the best do not."""
+    wide, shape = make_device(132), Shape(1 << 17, 1, 16)
+
+    def seconds(shape: Shape, plan: Plan) -> float:
+        if not plan.native:
+            return 1.0
+        far = abs(plan.partitions - 23) / 23
+        return (1e-3 if plan.partitions == 23 else 1.2e-3 * (1 + far)) * (1 + (plan.tile == "r32"))
+
+    runners = FakeRunners(seconds, 0.01)
+    summary = tune(store, wide, [shape.bucket], budget_s=1e4, runners=runners)
+    assert summary.tuned[0].plan == Plan("split", 23, "r16")
+    searched = [(e["path"], e["partitions"]) for e in store.evidence() if e["stage"] == "search"]
+    playoff = searched[-1 - tuner.PLAYERS :]
+    assert playoff[0] == ("mlx", 1)
+    assert ("split", 23) in playoff
+    assert searched.count(("split", 23)) >= 2
 
 
 def test_equal_plans_leave_mlx_in_place(store: Store) -> None:

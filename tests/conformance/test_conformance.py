@@ -11,10 +11,11 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from running import assert_ran, rows_of, run
 from table import FACTORS, TABLE, Entry, pairs
 
-from mla_tuner import DenseCache, backends, last_run, mla_decode
-from mla_tuner.cases import Case, check, conformance_subset, make_case
+from mla_tuner import DenseCache, backends, last_run
+from mla_tuner.cases import check, conformance_subset, make_case
 from mla_tuner.plan import Plan
 from mla_tuner.shapes import Shape
 
@@ -36,31 +37,6 @@ def isas() -> list[str]:
     from mla_tuner import _native
 
     return list(_native.isas())
-
-
-def run(case: Case, plan: Plan) -> tuple[mx.array, mx.array]:
-    out, lse = mla_decode(
-        case.q_nope, case.q_pe, case.cache, scale=case.scale, plan=plan, return_lse=True
-    )
-    mx.eval(out, lse)
-    return out, lse
-
-
-def rows_of(entry: Entry) -> list[int] | None:
-    """All rows, or where the truth would take long a few: the first and last ones among them."""
-    rows = entry.heads * entry.q_len
-    if rows * sum(entry.lengths) < 1 << 20:
-        return None
-    return sorted({0, 1, rows // 2, rows // 2 + 1, rows - 2, rows - 1})
-
-
-def assert_ran(plan: Plan, context: int) -> None:
-    found = last_run()
-    assert found is not None
-    assert found.plan == plan
-    assert found.executed is not None
-    tile = plan.tile or found.executed.tile
-    assert found.executed == replace(plan.cut(context), tile=tile)
 
 
 def poison_memory(entry: Entry) -> None:
