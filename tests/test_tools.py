@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tools import bench_cpu
+from tools.cpu_bench import process
 from tools.cpu_bench import rounds as rounds_module
 from tools.cpu_bench.results import Figure, Results, as_json, markdown
 from tools.cpu_bench.rounds import Form, Probe, Rounds, interleave
@@ -108,6 +110,19 @@ def run_section(name: str, **options: object) -> Results:
     for figure in found.figures:
         assert figure.what in markdown({"machine": "this"}, found)
     return found
+
+
+def test_the_benchmark_starts_anew_for_other_pages_and_only_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda *_: started.append(os.environ["GLIBC_TUNABLES"]))
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    process.use_pages("huge")
+    process.use_pages("huge")
+    assert started == ["glibc.malloc.check=1:glibc.malloc.hugetlb=1"]
+    process.use_pages("small")
+    assert started[1:] == ["glibc.malloc.check=1"]
 
 
 def test_the_policy_section_runs() -> None:

@@ -1,7 +1,10 @@
 """Every number of the CPU kernel and of serving in one process, in shuffled rounds.
 
     python -m tools.bench_cpu [--section peak,torch,mlx,split,linear,overhead,policy]
-                              [--isa NAME] [--json FILE]
+                              [--isa NAME] [--pages huge|small] [--json FILE]
+
+Memory is in huge pages where the system allows it (glibc's tunable, set by starting anew): with
+small ones a read of the whole cache waits for address translation, whoever reads.
 
 Prints Markdown for docs/performance-cpu.md: what the machine is, each figure with its target, and
 the times of every form. Run it from the repository's root, on an idle machine; torch is optional.
@@ -64,8 +67,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", default="1,2", metavar="1,2")
     parser.add_argument("--shrink", type=int, default=1, metavar="N", help="divide contexts by N")
     parser.add_argument("--isa", default="", help="keeps the kernel and PyTorch to it")
+    parser.add_argument("--pages", choices=("huge", "small"), default="huge", help="of memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     args = parser.parse_args(argv)
+    process.use_pages(args.pages)
     threads = tuple(int(n) for n in args.threads.split(","))
     kernels.use_isa(args.isa)
     held = torch_cpu.hold_to(args.isa)

@@ -52,6 +52,18 @@ def overhead(options: Options, results: Results) -> None:
             _above(how, case, pair, target, options, results)
 
 
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
+
+def use_pages(size: str) -> None:
+    """Starts this process anew where malloc does not give pages of that size yet."""
+    others = [t for t in os.environ.get("GLIBC_TUNABLES", "").split(":") if t and t != HUGE_PAGES]
+    wanted = ":".join([*others, HUGE_PAGES] if size == "huge" else others)
+    if wanted != os.environ.get("GLIBC_TUNABLES", ""):
+        os.environ["GLIBC_TUNABLES"] = wanted
+        os.execv(sys.executable, sys.orig_argv)
+
+
 Pair = tuple[Form, Form]  # the trivial op, and ours
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import sys
@@ -100,6 +101,7 @@ def header(threads: Sequence[int], argv: Sequence[str]) -> dict[str, str]:
         "threads": ", ".join(map(str, threads)),
         "versions": ", ".join(f"{name} {value}" for name, value in software.items()),
         "kernel": backend.digest(),
+        "pages": os.environ.get("GLIBC_TUNABLES") or "as the system gives them",
         "conditions": ", ".join(f"{name} {value}" for name, value in state.items()),
         "command": shlex.join(["python", "-m", "tools.bench_cpu", *argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

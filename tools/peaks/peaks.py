@@ -56,7 +56,7 @@ class Reader:
 
     def close(self) -> None:
         if self._buffer:
-            _library().peaks_free(self._buffer, self.bytes)
+            _library().peaks_free(self._buffer)
             self._buffer = None
 
     def __enter__(self) -> Reader:
@@ -82,7 +82,7 @@ def _library() -> ctypes.CDLL:
     library.peaks_buffer.restype = ctypes.c_void_p
     library.peaks_buffer.argtypes = [ctypes.c_size_t]
     library.peaks_free.restype = None
-    library.peaks_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.peaks_free.argtypes = [ctypes.c_void_p]
     library.peaks_read.restype = ctypes.c_double
     library.peaks_read.argtypes = [
         ctypes.c_char_p,
