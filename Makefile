@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+CPP     := csrc/*.cpp csrc/*.h tools/msl/cpp/*.cpp tools/msl/cpp/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 ARGS   ?=
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -e '.[cpu,test]'
@@ -31,7 +32,7 @@ test: lint types unit
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 types: setup
 	$(BIN)/mypy
@@ -47,7 +48,7 @@ test-metal-full: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
+	$(BIN)/clang-format -i $(CPP)
 
 # The CPU kernel alone under ASan, UBSan and TSan; 2-4 minutes the first time.
 sanitize:

@@ -1,16 +1,16 @@
 // Shared by the decode kernels: stands in front of matrix.metal or vector.metal.
 //
-// Row r of a sequence is query r % q_len of head r / q_len. Query i of q_len sees all tokens but the
-// last q_len - 1 - i. A sequence's tokens are [start, length), cut in pieces of equal length.
+// Row r of a sequence is query r % q_len of head r / q_len. Query i of q_len sees all tokens but
+// the last q_len - 1 - i. A sequence's tokens are [start, length), cut in pieces of equal length.
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-struct Span {      // what a threadgroup attends, and for whom
-  int begin, end;  // tokens of its piece
-  int length;      // one past the sequence's last token
-  int first_row;   // of its tile
-  int rows, q_len; // of the sequence
-  bool alone;      // its piece is the only one: the result is final
-  float scale;     // from a dot product to a score in log2 units
+struct Span {       // what a threadgroup attends, and for whom
+  int begin, end;   // tokens of its piece
+  int length;       // one past the sequence's last token
+  int first_row;    // of its tile
+  int rows, q_len;  // of the sequence
+  bool alone;       // its piece is the only one: the result is final
+  float scale;      // from a dot product to a score in log2 units
 };
 
 // `group` is (row tile, sequence, piece). Short inputs arrive in constant memory: hence the types.
@@ -41,13 +41,13 @@ METAL_FUNC long query_offset(Span span, int row, const constant int64_t* strides
 }
 
 template <typename T>
-struct Cache {                     // of one sequence; a dense one is a single endless block
-  const device T* latent;          // of block 0
+struct Cache {                      // of one sequence; a dense one is a single endless block
+  const device T* latent;           // of block 0
   const device T* pe;
-  long latent_block, latent_token; // strides in elements; caches may exceed 2^31 of them
+  long latent_block, latent_token;  // strides in elements; caches may exceed 2^31 of them
   long pe_block, pe_token;
-  int blocks, block_size;          // no id at or above `blocks` is followed
-  long column;                     // stride of the block table's columns
+  int blocks, block_size;           // no id at or above `blocks` is followed
+  long column;                      // stride of the block table's columns, set by the body
 };
 
 // From block 0; in 64 bits, like the strides.
@@ -60,7 +60,7 @@ METAL_FUNC long pe_offset(Cache<T> cache, int block, int token) {
   return block * cache.pe_block + token * cache.pe_token;
 }
 
-METAL_FUNC bool in_steps(int size, long stride, int step) { // a single slice has any stride
+METAL_FUNC bool in_steps(int size, long stride, int step) {  // a single slice has any stride
   return size == 1 || stride % step == 0;
 }
 
@@ -70,7 +70,7 @@ template <bool PAGED, typename T>
 METAL_FUNC Cache<T> cache_of(int sequence, int rank, const device T* latent,
                              const constant int* shape, const constant int64_t* strides,
                              const device T* k_pe, const constant int64_t* pe_strides) {
-  constexpr int TOKEN = PAGED ? 1 : 2; // dimension of tokens
+  constexpr int TOKEN = PAGED ? 1 : 2;  // dimension of tokens
   Cache<T> cache;
   cache.latent_block = strides[0];
   cache.latent_token = strides[TOKEN];
@@ -79,7 +79,7 @@ METAL_FUNC Cache<T> cache_of(int sequence, int rank, const device T* latent,
   cache.latent = latent + (PAGED ? 0 : sequence * strides[0]);
   cache.pe = k_pe + (PAGED ? rank : sequence * pe_strides[0]);
   cache.block_size = PAGED ? shape[1] : 0x7fffffff;
-  // Lanes load 16 bytes of a token at once, and 2 rope numbers. Memory in another order is not read.
+  // Lanes load 16 bytes of a token at once, and 2 rope numbers: memory in another order isn't read.
   constexpr int V = 16 / sizeof(T);
   const int outer = shape[0], tokens = shape[TOKEN];
   const bool latent_fits = strides[TOKEN + 1] == 1 && in_steps(outer, strides[0], V) &&
@@ -87,7 +87,6 @@ METAL_FUNC Cache<T> cache_of(int sequence, int rank, const device T* latent,
   const bool pe_fits = pe_strides[TOKEN + 1] == 1 && in_steps(outer, pe_strides[0], 2) &&
                        in_steps(tokens, pe_strides[TOKEN], 2);
   cache.blocks = latent_fits && pe_fits ? (PAGED ? outer : 1) : 0;
-  cache.column = 1;
   return cache;
 }
 
@@ -101,9 +100,9 @@ METAL_FUNC int block_id(Table table, long column, int block, ushort lane) {
   return PAGED ? simd_broadcast_first(id) : 0;
 }
 
-struct Walk { // where a simdgroup stands in its sequence
+struct Walk {  // where a simdgroup stands in its sequence
   int token;
-  int block, inside; // column of the table, token of the block
+  int block, inside;  // column of the table, token of the block
 };
 METAL_FUNC Walk walk_from(int token, int block_size) {
   Walk w;
@@ -115,7 +114,7 @@ METAL_FUNC Walk walk_from(int token, int block_size) {
 METAL_FUNC void walk(thread Walk& w, int tokens, int block_size) {
   w.token += tokens;
   w.inside += tokens;
-  while (w.inside >= block_size) { // no division: at most tokens / 8 rounds
+  while (w.inside >= block_size) {  // no division: at most tokens / 8 rounds
     w.inside -= block_size;
     w.block++;
   }

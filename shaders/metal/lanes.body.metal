@@ -1,4 +1,5 @@
-  // One simdgroup: which elements of an 8x8 matrix does each lane hold? seen [32, 2]: 8 * row + column.
+  // One simdgroup: which elements of an 8x8 matrix does each lane hold? seen [32, 2]: 8 * row +
+  // column.
   const uint lane = thread_index_in_simdgroup;
   threadgroup float numbers[64];
   numbers[lane] = lane;

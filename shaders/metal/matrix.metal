@@ -1,20 +1,21 @@
 // Each simdgroup owns RANK / SIMDS latent dimensions and ROPE / SIMDS rope dimensions of all tokens
-// and rows. It loads them once, straight into 8x8 matrices, and uses the same registers twice: as K in
-// S^T = K Q^T (the simdgroups' shares of the sums meet in threadgroup memory) and as V in O = P V (its
-// columns of O).
+// and rows. It loads them once, straight into 8x8 matrices, and uses the same registers twice: as K
+// in S^T = K Q^T (the simdgroups' shares of the sums meet in threadgroup memory) and as V in
+// O = P V (its columns of O).
 //
-// Which dimension stands in which matrix column is free as long as K, Q and O agree, so each lane loads
-// V elements of 16 bytes at once: columns 2 * pair and the next of matrix i are dimensions
+// Which dimension stands in which matrix column is free as long as K, Q and O agree, so each lane
+// loads V elements, 16 bytes, at once: columns 2 * pair and the next of matrix i are dimensions
 // i / (V / 2) * 4 V + pair * V + i % (V / 2) * 2 and the next.
 
-// An 8x8 matrix: a lane holds row `fragment_row`, columns 2 * fragment_pair and the next. Apple doesn't
-// document this map; MLX's own kernels rest on it, and lanes.body.metal shows it on a device.
+// An 8x8 matrix: a lane holds row `fragment_row`, columns 2 * fragment_pair and the next. Apple
+// doesn't document this map; MLX's own kernels rest on it, and lanes.body.metal shows it on a
+// device.
 METAL_FUNC short fragment_row(ushort lane) { return (lane >> 2 & 4) | (lane >> 1 & 3); }
 METAL_FUNC short fragment_pair(ushort lane) { return (lane >> 2 & 2) | (lane & 1); }
 
-// How softmax weights are stored in threadgroup memory, and multiplied. In bfloat they would err twice
-// as much as the output's own rounding. They are 2^EXPONENT times too large, so that small ones of a
-// long context, which half can't hold, count as well.
+// How softmax weights are stored in threadgroup memory, and multiplied. bfloat would round them as
+// coarsely as it rounds the output, and the two together exceed our bound. They are 2^EXPONENT
+// times too large, so that the many small ones of a long context, which half can't hold, count.
 template <typename M>
 struct Weight {
   typedef half Stored;
@@ -36,9 +37,9 @@ struct Weight<float> {
 
 template <typename T_, typename M_, int RANK_, int ROPE_, int SIMDS_, int ROW_BLOCKS_,
           int TOKEN_BLOCKS_>
-struct Tile { // what follows from the template arguments
-  typedef T_ T; // of the cache
-  typedef M_ M; // of the products' operands
+struct Tile {  // what follows from the template arguments
+  typedef T_ T;  // of the cache
+  typedef M_ M;  // of the products' operands
   typedef typename Weight<M>::Stored P;
   enum : int {
     RANK = RANK_,
@@ -48,7 +49,7 @@ struct Tile { // what follows from the template arguments
     ROWS = 8 * ROW_BLOCKS_,
     STEP = 8 * TOKEN_BLOCKS_,
     V = 16 / sizeof(T_),
-    SLICE = RANK_ / SIMDS_, // latent dimensions of a simdgroup
+    SLICE = RANK_ / SIMDS_,  // latent dimensions of a simdgroup
     ROPE_SLICE = ROPE_ / SIMDS_,
     RANK_TILES = RANK_ / SIMDS_ / 8,
     ROPE_TILES = ROPE_ / SIMDS_ / 8,
@@ -59,7 +60,7 @@ struct Tile { // what follows from the template arguments
     // Softmax: a lane takes one token of one row, a simdgroup TOGETHER rows that lie APART.
     TOGETHER = 4 / TOKEN_BLOCKS_,
     APART = 2 * TOKEN_BLOCKS_,
-    PARTS = 2 * ROW_BLOCKS_ * TOKEN_BLOCKS_, // ROWS / TOGETHER
+    PARTS = 2 * ROW_BLOCKS_ * TOKEN_BLOCKS_,  // ROWS / TOGETHER
     PASSES = (2 * ROW_BLOCKS_ * TOKEN_BLOCKS_ + SIMDS_ - 1) / SIMDS_
   };
   static_assert(STEP == 8 || STEP == 16 || STEP == 32, "a simdgroup holds whole rows of scores");
@@ -68,18 +69,18 @@ struct Tile { // what follows from the template arguments
 };
 
 template <typename Tile>
-struct Shared { // threadgroup memory
-  threadgroup float* score;            // [SIMDS, ROWS, STRIDE]: shares of the dot products
-  threadgroup typename Tile::P* p;     // [ROWS, P_STRIDE]: softmax weights
-  threadgroup float* rescale;          // [ROWS]: what earlier sums are worth now
-  threadgroup float* inverse;          // [ROWS]: 1 / sum of weights
+struct Shared {  // threadgroup memory
+  threadgroup float* score;         // [SIMDS, ROWS, STRIDE]: shares of the dot products
+  threadgroup typename Tile::P* p;  // [ROWS, P_STRIDE]: softmax weights
+  threadgroup float* rescale;       // [ROWS]: what earlier sums are worth now
+  threadgroup float* inverse;       // [ROWS]: 1 / sum of weights
 };
 
 template <typename Tile>
-struct Running { // of the rows whose softmax a lane takes part in
-  float largest[Tile::PASSES]; // score so far
-  float weight[Tile::PASSES];  // sum of the weights of the lane's own tokens
-  int limit[Tile::PASSES];     // tokens from here on are masked
+struct Running {  // of the rows whose softmax a lane takes part in
+  float largest[Tile::PASSES];  // score so far
+  float weight[Tile::PASSES];   // sum of the weights of the lane's own tokens
+  int limit[Tile::PASSES];      // tokens from here on are masked
 };
 
 METAL_FUNC half2 two_of(uint4 raw, int i, half) { return as_type<half2>(raw[i]); }
@@ -120,7 +121,7 @@ METAL_FUNC void load_queries(
   }
 }
 
-// A lane's share of one token. One that isn't `there` is not read: its numbers are the bits `instead`.
+// A lane's share of one token. One that isn't `there` is not read: it gets the bits `instead`.
 template <typename Tile, typename M = typename Tile::M>
 METAL_FUNC void load_token(thread simdgroup_matrix<M, 8, 8> (&k)[Tile::TILES],
                            const device typename Tile::T* latent,
@@ -148,8 +149,8 @@ METAL_FUNC void load_token(thread simdgroup_matrix<M, 8, 8> (&k)[Tile::TILES],
   }
 }
 
-// The matrix row is the token. Slots at or past `end` are not read and count as zeros, because a weight
-// of 0 times NaN would be NaN. Tokens of a block that doesn't exist are NaN.
+// The matrix row is the token. Slots at or past `end` are not read and count as zeros, because a
+// weight of 0 times NaN would be NaN. Tokens of a block that doesn't exist are NaN.
 template <typename Tile, bool PAGED, typename Table, typename M = typename Tile::M>
 METAL_FUNC void load_tokens(
     thread simdgroup_matrix<M, 8, 8> (&k)[Tile::TOKEN_BLOCKS][Tile::TILES],
@@ -157,7 +158,7 @@ METAL_FUNC void load_tokens(
   const short row = fragment_row(lane);
   UNROLL for (int j = 0; j < Tile::TOKEN_BLOCKS; j++) {
     int id = 0;
-    if (w.token < end) { // the same for the whole simdgroup: 8 tokens never cross a block
+    if (w.token < end) {  // the same for the whole simdgroup: 8 tokens never cross a block
       id = block_id<PAGED>(table, cache.column, w.block, lane);
     }
     const bool known = uint(id) < uint(cache.blocks), there = known && w.token + row < end;
@@ -206,7 +207,7 @@ METAL_FUNC void softmax(Shared<Tile> shared, thread Running<Tile>& running, int 
   UNROLL for (int pass = 0; pass < Tile::PASSES; pass++) {
     const int part = simd + pass * Tile::SIMDS, row = softmax_row<Tile>(part, lane);
     const int column = lane % STEP;
-    if (part < Tile::PARTS) { // the same for the whole simdgroup
+    if (part < Tile::PARTS) {  // the same for the whole simdgroup
       float s = 0.0f;
       UNROLL for (int g = 0; g < Tile::SIMDS; g++) {
         s += shared.score[(g * Tile::ROWS + row) * Tile::STRIDE + column];
@@ -217,7 +218,7 @@ METAL_FUNC void softmax(Shared<Tile> shared, thread Running<Tile>& running, int 
         top = max(top, simd_shuffle_xor(top, step));
       }
       top = max(top, running.largest[pass]);
-      const float base = top > -INFINITY ? top : 0.0f; // a row may have seen no token yet
+      const float base = top > -INFINITY ? top : 0.0f;  // a row may have seen no token yet
       const float factor = exp2(running.largest[pass] - base);
       const float e = exp2(s - base + Weight<typename Tile::M>::EXPONENT);
       running.weight[pass] = running.weight[pass] * factor + e;
@@ -244,7 +245,7 @@ METAL_FUNC void add_values(
     factor[b] = shared.rescale[8 * b + row];
     moved = moved || factor[b] != 1.0f;
   }
-  if (simd_any(moved)) { // seldom, after the first tokens
+  if (simd_any(moved)) {  // seldom, after the first tokens
     UNROLL for (int b = 0; b < Tile::ROW_BLOCKS; b++) {
       UNROLL for (int i = 0; i < Tile::RANK_TILES; i++) {
         o[b][i].thread_elements()[0] *= factor[b];
@@ -299,7 +300,7 @@ METAL_FUNC void store(thread simdgroup_float8x8 (&o)[Tile::ROW_BLOCKS][Tile::RAN
     if (mine < span.rows) {
       const float by = inverse[8 * b + row];
       device Out* to = out + mine * Tile::RANK + simd * Tile::SLICE + pair * V;
-      UNROLL for (int i = 0; i < Tile::RANK_TILES; i += 2) { // two matrices: four dimensions in a row
+      UNROLL for (int i = 0; i < Tile::RANK_TILES; i += 2) {  // two have 4 dimensions in a row
         vec<Out, 4> four;
         UNROLL for (int e = 0; e < 4; e++) {
           four[e] = Out(o[b][i + e / 2].thread_elements()[e % 2] * by);
@@ -310,8 +311,8 @@ METAL_FUNC void store(thread simdgroup_float8x8 (&o)[Tile::ROW_BLOCKS][Tile::RAN
   }
 }
 
-// One tile of rows against one piece; out [rows, RANK] and lse [rows] of that piece. AHEAD: the next
-// tokens are loaded before the weights are waited for.
+// One tile of rows against one piece; out [rows, RANK] and lse [rows] of that piece. AHEAD: the
+// next tokens are loaded before the weights are waited for.
 template <typename Tile, bool PAGED, bool AHEAD, typename Table, typename Out>
 METAL_FUNC void matrix_tile(const device typename Tile::T* q_nope,
                             const constant int64_t* nope_strides,
@@ -358,15 +359,15 @@ METAL_FUNC void matrix_tile(const device typename Tile::T* q_nope,
       load_tokens<Tile, PAGED>(k, cache, table, w, span.end, lane);
     }
     add_scores<Tile>(k, q, shared.score + simd * Tile::ROWS * Tile::STRIDE, lane);
-    threadgroup_barrier(mem_flags::mem_threadgroup); // A: score is complete; p, rescale were read
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // A: score is complete; p, rescale were read
     softmax(shared, running, token, span.scale, simd, lane);
     if (AHEAD) {
       load_tokens<Tile, PAGED>(next, cache, table, w, span.end, lane);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup); // B: p, rescale are complete; score was read
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // B: p, rescale are complete; score was read
     add_values(o, k, shared, lane);
   }
   finish_softmax(shared, running, span, lse, simd, lane);
-  threadgroup_barrier(mem_flags::mem_threadgroup); // C: inverse is complete
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // C: inverse is complete
   store<Tile>(o, shared.inverse, span, out, simd, lane);
 }

@@ -1,5 +1,5 @@
-  // Merges the pieces of one row: a simdgroup takes 128 dimensions, a lane four. Pieces without tokens
-  // have LSE -inf (natural) and no output.
+  // Merges the pieces of one row: a simdgroup takes 128 dimensions, a lane four. Pieces without
+  // tokens have LSE -inf (natural) and no output.
   const int rows = threadgroups_per_grid.x, pieces = part_lse_shape[1];
   const uint3 group = threadgroup_position_in_grid;
   const int lane = thread_index_in_simdgroup;

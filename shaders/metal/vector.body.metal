@@ -1,5 +1,5 @@
   constexpr int QUERIES = GROUPS * ROWS * (RANK + ROPE), SUMS = SIMDS * RANK;
-  threadgroup float shared[QUERIES > SUMS ? QUERIES : SUMS];
+  threadgroup vec<float, 4> shared[(QUERIES > SUMS ? QUERIES : SUMS) / 4];
   threadgroup float tops[SIMDS * ROWS], weights[SIMDS * ROWS];
   const uint3 group = threadgroup_position_in_grid;
   const uint pieces = threadgroups_per_grid.z;
@@ -12,5 +12,5 @@
   vector_tile<RANK, ROPE, SIMDS, GROUPS, ROWS, STEP, PAGED>(
       q_nope + group.y * q_nope_strides[0], q_nope_strides, q_pe + group.y * q_pe_strides[0],
       q_pe_strides, cache, block_table + (PAGED ? group.y * block_table_strides[0] : 0), span,
-      out + first * RANK, lse + first, shared, tops, weights, simdgroup_index_in_threadgroup,
-      thread_index_in_simdgroup);
+      out + first * RANK, lse + first, (threadgroup float*)shared, tops, weights,
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

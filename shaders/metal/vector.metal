@@ -1,8 +1,8 @@
-// A simdgroup takes ROWS rows and STEP tokens at a time; a lane holds RANK / 32 latent and ROPE / 32
-// rope dimensions. GROUPS simdgroups share the same tokens for other rows; the SIMDS / GROUPS streams
-// take tokens in turn and are merged at the end.
-// The STEP * ROWS dot products of a step are summed over the lanes together, by halving: lane i ends
-// with product i % PAIRS, so that mask, exp2 and sums cost one instruction a step and not one a product.
+// A simdgroup takes ROWS rows and STEP tokens at a time; a lane holds RANK / 32 latent and ROPE /
+// 32 rope dimensions. GROUPS simdgroups share the same tokens for other rows; the SIMDS / GROUPS
+// streams take tokens in turn and are merged at the end. The STEP * ROWS dot products of a step are
+// summed over the lanes together, by halving: lane i ends with product i % PAIRS, so that mask,
+// exp2 and sums cost one instruction a step and not one a product.
 
 // Templates, so that `s` is only indexed by constants and stays in registers.
 template <int STEP, int PAIRS>
@@ -11,7 +11,7 @@ METAL_FUNC void fold(thread float (&s)[PAIRS]) {
     s[i] += simd_shuffle_xor(s[i], STEP);
   }
 }
-// Lanes whose number has the bit STEP keep the upper half of the 2 * STEP sums, the others the lower.
+// Lanes whose number has the bit STEP keep the upper half of 2 * STEP sums, the others the lower.
 template <int STEP, int PAIRS>
 METAL_FUNC void halve(thread float (&s)[PAIRS], ushort lane) {
   const bool upper = lane & STEP;
@@ -60,12 +60,13 @@ template <typename T>
 struct Tokens {
   const device T* latent;
   const device T* pe;
-  int latent_token, pe_token; // strides; 32 bits are enough for 8 tokens
+  int latent_token, pe_token;  // strides; 32 bits are enough for 8 tokens
   int last;                   // token that is the piece's last, counted from here
 };
 template <typename T>
 METAL_FUNC vec<T, 4> latent_of(Tokens<T> tokens, int j, int dim) {
-  return *(const device vec<T, 4>*)(tokens.latent + min(j, tokens.last) * tokens.latent_token + dim);
+  const device T* token = tokens.latent + min(j, tokens.last) * tokens.latent_token;
+  return *(const device vec<T, 4>*)(token + dim);
 }
 
 // A lane's share of the dot products [ROWS, STEP].
@@ -102,12 +103,41 @@ METAL_FUNC void add_scores(thread float (&s)[ROWS * STEP], Tokens<T> tokens,
   }
 }
 
+// Weight of the lane's score; `factor` is what earlier sums of its row are worth now.
+template <int STEP>
+METAL_FUNC float weigh(float score, thread float& largest, thread float& weight,
+                       thread float& factor) {
+  float top = score;
+  UNROLL for (int step = STEP / 2; step > 0; step /= 2) {
+    top = max(top, simd_shuffle_xor(top, step));
+  }
+  top = max(top, largest);
+  const float base = top > -INFINITY ? top : 0.0f;  // a row may have seen no token yet
+  const float e = exp2(score - base);
+  factor = exp2(largest - base);
+  weight = fma(weight, factor, e);
+  largest = top;
+  return e;
+}
+
+template <int RANK, int ROWS, int STEP>
+METAL_FUNC void rescale(thread float (&o)[ROWS][RANK / 32], float factor) {
+  if (simd_any(factor != 1.0f)) {  // seldom, after the first tokens
+    UNROLL for (int r = 0; r < ROWS; r++) {
+      const float by = simd_shuffle(factor, r * STEP);
+      UNROLL for (int i = 0; i < RANK / 32; i++) {
+        o[r][i] *= by;
+      }
+    }
+  }
+}
+
 // O += P V. Lane r * STEP + j has the weight of row r and token j.
 template <int RANK, int ROWS, int STEP, typename T>
 METAL_FUNC void add_values(thread float (&o)[ROWS][RANK / 32], Tokens<T> tokens, float weight,
                            ushort lane) {
-  // Read again, through the caches. The barrier is for the compiler alone: it must not merge this read
-  // with the first and keep all tokens in registers.
+  // Read again, through the caches. The barrier is for the compiler alone: it must not merge this
+  // read with the first and keep all tokens in registers.
   simdgroup_barrier(mem_flags::mem_device);
   UNROLL for (int j = 0; j < STEP; j++) {
     float p[ROWS];
@@ -130,7 +160,7 @@ template <int RANK, int SIMDS, int GROUPS, int ROWS, typename Out>
 METAL_FUNC void merge_row(thread float (&o)[RANK / 32], int r, int row, Span span,
                           threadgroup float* sums,          // [SIMDS, RANK]
                           const threadgroup float* tops,    // [SIMDS, ROWS]
-                          const threadgroup float* weights, // [SIMDS, ROWS]
+                          const threadgroup float* weights,  // [SIMDS, ROWS]
                           device Out* out, device float* lse, ushort simd, ushort lane) {
   constexpr int STREAMS = SIMDS / GROUPS, SHARE = RANK / STREAMS;
   const int group = simd % GROUPS, stream = simd / GROUPS;
@@ -150,7 +180,7 @@ METAL_FUNC void merge_row(thread float (&o)[RANK / 32], int r, int row, Span spa
     }
     *(threadgroup vec<float, 4>*)(sums + simd * RANK + c * 128 + lane * 4) = four;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup); // F: the sums of row r are complete
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // F: the sums of row r are complete
   if (row < span.rows) {
     for (int d = stream * SHARE + lane; d < (stream + 1) * SHARE; d += 32) {
       float sum = 0.0f;
@@ -172,8 +202,8 @@ METAL_FUNC void vector_tile(
     const device T* q_nope, const constant int64_t* nope_strides, const device T* q_pe,
     const constant int64_t* pe_strides, Cache<T> cache, Table table, Span span, device Out* out,
     device float* lse,
-    threadgroup float* shared, // queries [GROUPS * ROWS, RANK + ROPE], later sums [SIMDS, RANK]
-    threadgroup float* tops, threadgroup float* weights, // [SIMDS, ROWS]
+    threadgroup float* shared,  // queries [GROUPS * ROWS, RANK + ROPE], later sums [SIMDS, RANK]
+    threadgroup float* tops, threadgroup float* weights,  // [SIMDS, ROWS]
     ushort simd, ushort lane) {
   constexpr int PAIRS = STEP * ROWS, STREAMS = SIMDS / GROUPS, THREADS = SIMDS * 32;
   static_assert(RANK % 128 == 0 && ROPE % 32 == 0 && SIMDS % GROUPS == 0, "even shares");
@@ -183,7 +213,7 @@ METAL_FUNC void vector_tile(
   }
   load_queries<RANK, ROPE>(shared, GROUPS * ROWS, q_nope, nope_strides, q_pe, pe_strides, span,
                            thread_index, THREADS);
-  threadgroup_barrier(mem_flags::mem_threadgroup); // D: the queries are complete
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // D: the queries are complete
 
   const int group = simd % GROUPS, stream = simd / GROUPS;
   const threadgroup float* queries = shared + group * ROWS * (RANK + ROPE);
@@ -199,7 +229,7 @@ METAL_FUNC void vector_tile(
   Walk w = walk_from(span.begin + stream * STEP, cache.block_size);
   for (; w.token < span.end; walk(w, STREAMS * STEP, cache.block_size)) {
     const int id = block_id<PAGED>(table, cache.column, w.block, lane);
-    if (uint(id) >= uint(cache.blocks)) { // the same for the whole simdgroup
+    if (uint(id) >= uint(cache.blocks)) {  // the same for the whole simdgroup
       weight = NAN;
       break;
     }
@@ -214,23 +244,9 @@ METAL_FUNC void vector_tile(
     add_scores<RANK, ROPE, ROWS, STEP>(s, tokens, queries, lane);
     const float score = sum_over_lanes(s, lane);
     const float mine = w.token + pair % STEP < limit ? score : -INFINITY;
-    float top = mine;
-    UNROLL for (int step = STEP / 2; step > 0; step /= 2) {
-      top = max(top, simd_shuffle_xor(top, step));
-    }
-    top = max(top, largest);
-    const float base = top > -INFINITY ? top : 0.0f; // a row may have seen no token yet
-    const float factor = exp2(largest - base), e = exp2(mine - base);
-    weight = fma(weight, factor, e);
-    largest = top;
-    if (simd_any(factor != 1.0f)) { // seldom, after the first tokens
-      UNROLL for (int r = 0; r < ROWS; r++) {
-        const float by = simd_shuffle(factor, r * STEP);
-        UNROLL for (int i = 0; i < RANK / 32; i++) {
-          o[r][i] *= by;
-        }
-      }
-    }
+    float factor;
+    const float e = weigh<STEP>(mine, largest, weight, factor);
+    rescale<RANK, ROWS, STEP>(o, factor);
     add_values<RANK, ROWS, STEP>(o, tokens, e, lane);
   }
 
@@ -241,10 +257,10 @@ METAL_FUNC void vector_tile(
     tops[simd * ROWS + lane / STEP] = largest;
     weights[simd * ROWS + lane / STEP] = weight;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup); // E: tops, weights are complete; queries were read
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // E: tops, weights complete; queries read
   UNROLL for (int r = 0; r < ROWS; r++) {
     if (r > 0) {
-      threadgroup_barrier(mem_flags::mem_threadgroup); // G: the sums of row r - 1 were read
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // G: the sums of row r - 1 were read
     }
     merge_row<RANK, SIMDS, GROUPS, ROWS>(o[r], r, first_row + r, span, shared, tops, weights, out,
                                          lse, simd, lane);
