@@ -15,8 +15,8 @@ class PagedCache:
 
     latent: `[blocks, block_size, kv_lora_rank + rope_dim]`, block_size a multiple of 8.
     block_tables: `[batch, max_blocks]` int32 block ids; entries past a sequence's end are not read.
-        An id of no block is found on the device: our kernel's evaluation raises, and the MLX paths
-        answer that sequence with NaN.
+        An id of no block is found on the device: evaluating the CPU kernel raises, the GPU kernels
+        and the MLX paths answer that sequence with NaN.
     lengths: cached tokens of each sequence, the new ones included; host ints, `batch` of them.
     """
 
@@ -28,6 +28,9 @@ class PagedCache:
 @dataclass(frozen=True, eq=False)
 class DenseCache:
     """Two arrays, usually slices of a longer buffer (mlx-lm's layout); any strides, never copied.
+
+    The Metal kernels load 16 bytes at once: there the last dimension must be contiguous and rows
+    begin at steps of 16 bytes, else the answer is NaN.
 
     latent: `[batch, 1, T, kv_lora_rank]`.
     k_pe: `[batch, 1, T, rope_dim]`, or None where rope_dim is 0.

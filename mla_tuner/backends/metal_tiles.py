@@ -117,7 +117,6 @@ class Vector:
             ("ROWS", self.rows_each),
             ("GROUPS", self.rows // self.rows_each),
             ("STEP", self.tokens),
-            ("REREAD", True),
         ]
 
 
