@@ -10,7 +10,7 @@ namespace mla {
 
 // How a call is asked to run.
 struct Request {
-  int partitions = 1;  // 1..64 pieces of the longest context
+  int partitions = 1;  // 1..256 pieces of the longest context
   int tile = 0;        // rows a task; 0: default_tile
   int ticket = 0;      // comes back in the record
 };

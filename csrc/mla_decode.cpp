@@ -52,7 +52,7 @@ void check(const mx::array& q_nope, const std::optional<mx::array>& q_pe, const 
     expect(0 <= call.starts[b] && call.starts[b] <= call.lengths[b] &&
                call.lengths[b] <= std::min(slots, int64_t(1) << 30),
            "0 <= starts <= lengths <= slots");
-  expect(1 <= call.request.partitions && call.request.partitions <= kMostPartitions, "partitions in 1..64");
+  expect(1 <= call.request.partitions && call.request.partitions <= kMostPartitions, "partitions in 1..256");
   expect(call.request.tile >= 0 && std::isfinite(call.scale), "a tile >= 0 and a finite scale");
 }
 

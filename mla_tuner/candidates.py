@@ -59,7 +59,7 @@ def partition_counts(shape: Shape, cores: int | None, tile: str) -> list[int]:
     width = cores or ASSUMED_CORES
     tasks = row_groups(shape.rows, tile) * shape.batch  # of one partition
     near = range(2, 4 * width + 1)  # every count up to a few per core: waves make steps
-    powers = (1 << k for k in range(1, 7))  # the long end needs no finer grid: it is flat
+    powers = (1 << k for k in range(1, 9))  # the long end needs no finer grid: it is flat
     wanted = {p for p in (*near, *powers) if p <= MAX_PARTITIONS}
     return sorted(
         p

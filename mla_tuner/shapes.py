@@ -32,7 +32,7 @@ MAX_CONTEXT = 1 << 30  # the kernel counts tokens in an int
 MAX_BATCH = 1 << 16
 MAX_HEADS = 128
 MAX_Q_LEN = 8
-MAX_PARTITIONS = 64
+MAX_PARTITIONS = 256  # two blocks on each of an H200's 132 multiprocessors, nearly
 TOKEN_TILE = 64  # pieces of the context are multiples of it, and it of any kernel's steps
 
 

@@ -19,7 +19,7 @@ from mla_tuner.fits import (
     threshold_of,
 )
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.shapes import CONTEXT_GRID, Bucket, Shape, bucket_of
+from mla_tuner.shapes import CONTEXT_GRID, MAX_PARTITIONS, Bucket, Shape, bucket_of
 from tools.replay.devices import Hardware, SimBackend, cpu, h200
 
 SINGLE = Plan("single", 1, "r16")
@@ -200,7 +200,7 @@ def test_partitions_avoid_one_piece_more_than_a_wave() -> None:
     low, high = tuned(4096, split(16)), tuned(65536, split(36))
     assert plan_at(16384, low, high, cores=80).partitions == 24
     # What could not be cut any finer says nothing of the kind.
-    low, high = tuned(1024, split(16)), tuned(16384, split(64))
+    low, high = tuned(1024, split(16)), tuned(16384, split(MAX_PARTITIONS))
     assert plan_at(4096, low, high, cores=80).partitions == 64
 
 
@@ -262,7 +262,7 @@ def test_extreme_winners_break_nothing() -> None:
         lower, upper = (
             Tuned(
                 bucket_of(context, rng.choice([1, 64]), 128, "bfloat16"),
-                Plan("split", rng.choice([2, 3, 64]), rng.choice(["r1", "r16", "r128", ""])),
+                Plan("split", rng.choice([2, 3, 64, MAX_PARTITIONS]), rng.choice(["r1", "r16", "r128", ""])),
             )
             for context in (low, high)
         )
@@ -271,7 +271,7 @@ def test_extreme_winners_break_nothing() -> None:
                 one = lower.bucket._replace(context=context)
                 plan = between(one, lower, upper, rng.choice([None, 1, 8, 1000]))
                 assert plan.path == "split"
-                assert 2 <= plan.partitions <= 64
+                assert 2 <= plan.partitions <= MAX_PARTITIONS
 
 
 # --- batches between buckets -------------------------------------------------------------------
@@ -317,9 +317,9 @@ def test_plans_for_any_batch_are_legal() -> None:
     rng = random.Random(11)
     for _ in range(2000):
         where = bucket(rng.choice(CONTEXT_GRID), rng.choice((1, 2, 4, 8, 64)))
-        plan = rng.choice((SINGLE, split(rng.randint(2, 64))))
+        plan = rng.choice((SINGLE, split(rng.randint(2, MAX_PARTITIONS))))
         batch, cores = rng.randint(1, 300), rng.randint(1, 150)
         found = for_batch(plan, where, batch, cores, Speedups(1.5, 1.5))
         assert found.path == ("split" if found.partitions > 1 else "single")
-        assert 1 <= found.partitions <= 64
+        assert 1 <= found.partitions <= MAX_PARTITIONS
         assert found.tile == plan.tile

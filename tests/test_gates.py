@@ -37,7 +37,7 @@ REFUSED = [
     ({"heads": 17}, "few_rows", "17 heads are more than the 16"),
     ({"cores": None}, "cores_known", "core count is unknown"),
     ({"batch": 2}, "idle", "one pass keeps all 2 cores busy"),
-    ({"cores": 132}, "filled", "1 x 64 pieces keep 132 cores 24% busy, less than 85%"),
+    ({"cores": 132}, "filled", "1 x 128 pieces keep 132 cores 48% busy, less than 85%"),
     (
         {"backend": FakeBackend(checked=(False, "wrong by 3"))},
         "self_check",

@@ -18,7 +18,7 @@ from mla_tuner.shapes import MAX_PARTITIONS
         (Plan("single"), "single"),
         (Plan("single", 1, "r16"), "single r16"),
         (Plan("split", 2), "split x2"),
-        (Plan("split", MAX_PARTITIONS, "r128"), "split x64 r128"),
+        (Plan("split", MAX_PARTITIONS, "r128"), "split x256 r128"),
     ],
 )
 def test_legal_plans_have_a_short_text(plan: Plan, text: str) -> None:

@@ -45,7 +45,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         (TILE + 1, 0, TILE, 2, 300),
         (200, 200, 200),
     ),
-    "partitions": (1, 2, 3, 5, 8, 32, MAX_PARTITIONS),  # short lengths: more than tokens or pieces
+    "partitions": (1, 2, 3, 5, 8, 64, MAX_PARTITIONS),  # short lengths: more than tokens or pieces
     "tile": (0, 1, 2, 3),  # of those that the back end has for the rows
     "logit_scale": (1.0, 30.0),
 }
