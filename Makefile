@@ -43,7 +43,7 @@ unit: setup
 
 # The Metal texts under the emulator's checkers, with longer contexts and in two orders of threads.
 test-metal-full: setup
-	$(BIN)/python -m pytest -m slow tests/conformance/test_metal.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/conformance/test_metal.py tests/test_metal_kernels.py $(ARGS)
 
 format: setup
 	$(BIN)/ruff check --fix .

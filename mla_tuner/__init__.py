@@ -8,6 +8,16 @@ from .shapes import Geometry, Shape
 
 __version__ = "0.1.0"
 
+
+def __getattr__(name: str) -> object:
+    """`mla_tuner.policy` at first use: it brings sqlite3 and the device probe."""
+    if name != "policy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return import_module(".policy", __name__)
+
+
 __all__ = [
     "Decision",
     "DenseCache",

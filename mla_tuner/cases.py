@@ -439,6 +439,12 @@ def _subset() -> Iterator[tuple[Shape, dict[str, Any]]]:
         yield Shape(1000, 1, 128, dtype), {}
         yield Shape(2049, 1, 16, dtype), {"block_size": 64, "logit_scale": 30.0}
         yield Shape(100, 2, 1, dtype, layout="dense"), {"starts": (3, 64)}
+    # A GPU has a kernel for few rows, other tiles for more, and a text a geometry and layout.
     for dtype in DTYPE_BYTES:
-        for heads in (2, 4):  # a GPU has kernels for few rows
+        for heads in (2, 4, 20):
             yield Shape(100, 2, heads, dtype), {}
+        for geometry in GEOMETRIES:
+            yield Shape(130, 2, 4, dtype, geometry, 1, "dense"), {"strided": True}
+            yield Shape(300, 4, 24, dtype, geometry, 1, "dense", lengths), {"strided": True}
+            yield Shape(130, 1, 4, dtype, geometry), {}
+        yield Shape(200, 9, 6, dtype, GEOMETRIES[0], 8), {"block_size": 24}

@@ -55,7 +55,7 @@ def verdict(
 
 
 def checks(bucket: Bucket, device: Device, backend: Backend) -> Iterator[Check]:
-    """The gates in order, up to the first that stays shut. The back end's self-check may run a
+    """The gates in order, up to the first that stays shut. The proof may compile and run a
     kernel, so it comes last.
     """
     gates: tuple[tuple[str, Callable[[], Gate]], ...] = (
@@ -68,7 +68,7 @@ def checks(bucket: Bucket, device: Device, backend: Backend) -> Iterator[Check]:
         ("cores_known", lambda: cores_known(device)),
         ("idle", lambda: idle(tasks_of(bucket, backend), device.cores or 1)),
         ("filled", lambda: filled(bucket, device.cores or 1, backend)),
-        ("self_check", lambda: self_check(backend)),
+        ("proven", lambda: proven(bucket, device.cores or 1, backend)),
     )
     for name, ask in gates:
         passed, reason = ask()
@@ -150,9 +150,9 @@ def filled(bucket: Bucket, cores: int, backend: Backend) -> Gate:
     return False, f"not tuned here, and {text}, less than {MIN_FILL:.0%}: run `mla-tune`"
 
 
-def self_check(backend: Backend) -> Gate:
-    """Whether the kernel gives right answers on this machine."""
-    passed, reason = backend.self_check()
+def proven(bucket: Bucket, cores: int, backend: Backend) -> Gate:
+    """Whether the kernel that the proposal needs gives right answers on this machine."""
+    passed, reason = backend.proof(proposal(bucket, cores, backend), bucket.shape)
     if passed:
         return True, "the kernel's self-check passed here"
     return False, f"the kernel's self-check failed here: {reason}"

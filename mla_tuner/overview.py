@@ -101,6 +101,7 @@ def _tiles(backend: Backend) -> dict[str, str | None]:
     shapes = [Shape(2048, 1, heads) for heads in USUAL_HEADS]
     return {
         tile: backend.refusal(Plan("single", 1, tile), shape)
+        or backend.refusal(Plan("split", 2, tile), shape)
         for shape in shapes
         for tile in backend.tiles(shape)
     }

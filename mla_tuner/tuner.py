@@ -1,15 +1,12 @@
-"""Finds the best plan of each bucket within a time budget. The only importer of optuna."""
+"""Finds the best plan of each bucket within a time budget."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from itertools import product
-from typing import Protocol
-
-import optuna
 
 from . import backends, recheck
 from . import device as devices
@@ -21,16 +18,12 @@ from .evidence import Measurement, finalist
 from .live import IsolatedRunners
 from .measure import DUEL, PLAYOFF, SEARCH, Effort, Runner, Runners, machine_lock, measure, one_line
 from .plan import MLX, Plan
+from .proposals import EXHAUSTIVE, OPTUNA_VERSION, Grid, Proposals, Tpe
 from .recheck import Versions
-from .shapes import DEEPSEEK, DTYPES, MAX_PARTITIONS, Bucket, Geometry, Shape
+from .shapes import DEEPSEEK, DTYPES, Bucket, Geometry, Shape
 from .store import Store
 from .table import Row
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)
-
-EXHAUSTIVE = 48  # plans that are all measured; more are searched by TPE
-GROUP = 12  # plans that TPE proposes at a time, to be measured side by side
-GROUPS = 4
 PLAYERS = 5  # the best of all groups, which meet in one race more
 SEARCH_SHARE = 0.6  # of the time left may go to the search; the final duel needs the rest
 TRIAL_CONTEXT = 1024  # tokens of the trial that tells how fast `mlx` is before anything is tuned
@@ -227,7 +220,7 @@ class _Run:
         run = self.store.start_run(
             self.device,
             kernel=self.versions.kernel,
-            software={**self.software, "optuna": optuna.__version__},
+            software={**self.software, "optuna": OPTUNA_VERSION},
             options={**options, "buckets": len(wanted)},
             conditions=state(),
         )
@@ -323,7 +316,7 @@ class _Run:
         runner = self.runners(bucket.shape, self.seed)
         plans = candidates(bucket, self.device, self.backend)[1:]
         few = len(plans) <= EXHAUSTIVE
-        proposals: _Proposals = _Grid(plans, self.seed) if few else _Tpe(plans, self.seed)
+        proposals: Proposals = Grid(plans, self.seed) if few else Tpe(plans, self.seed)
         measured: list[Measurement] = []
         best: list[Plan] = []
         group = proposals.ask()
@@ -400,109 +393,3 @@ class _Costs:
             return small, CALLS * runner.sample(MLX, 1)[0]
         except Exception:  # it will fail again, and be recorded, when its bucket is measured
             return small, 0.0
-
-
-class _Proposals(Protocol):
-    """Plans to measure next, group by group; an empty group ends the search."""
-
-    def ask(self) -> list[Plan]: ...
-
-    def tell(self, found: Sequence[Measurement]) -> None: ...
-
-
-class _Grid:
-    """Few plans: all of them, in one group, so that every pair of them meets in the same rounds."""
-
-    def __init__(self, plans: Sequence[Plan], seed: int) -> None:
-        self.plans = plans
-        places = list(range(len(plans)))
-        sampler = optuna.samplers.GridSampler({"plan": places}, seed=seed)
-        self.study = optuna.create_study(sampler=sampler)
-        self.trials: dict[Plan, optuna.Trial] = {}
-
-    def ask(self) -> list[Plan]:
-        if self.trials:
-            return []
-        for _ in self.plans:
-            trial = self.study.ask()
-            place = trial.suggest_categorical("plan", list(range(len(self.plans))))
-            self.trials[self.plans[place]] = trial
-        return [plan for plan in self.plans if plan in self.trials]
-
-    def tell(self, found: Sequence[Measurement]) -> None:
-        for measurement in found:
-            if measurement.plan in self.trials:
-                with suppress(RuntimeError):  # the sampler stops a study.optimize that isn't there
-                    _tell(self.study, self.trials[measurement.plan], measurement)
-
-
-class _Tpe:
-    """Many plans: groups that TPE proposes, the first being the best by the analytic prior.
-
-    A last group holds what was not proposed around the best: TPE's choice differs from run to run.
-    """
-
-    def __init__(self, plans: Sequence[Plan], seed: int) -> None:
-        self.study = optuna.create_study(
-            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=GROUP)
-        )
-        self.variants: dict[str, list[Plan]] = {}  # by path and tile, ascending partitions
-        for plan in sorted(plans, key=lambda plan: plan.partitions):
-            self.variants.setdefault(_variant(plan), []).append(plan)
-        self.groups = 0
-        self.seen: dict[Plan, Measurement] = {}
-        self.trials: dict[Plan, list[optuna.Trial]] = {}
-        for plan in plans[:GROUP]:
-            self.study.enqueue_trial({"variant": _variant(plan), "partitions": plan.partitions})
-
-    def ask(self) -> list[Plan]:
-        self.groups += 1
-        self.trials = {}
-        if self.groups > GROUPS:
-            return self._neighbours() if self.groups == GROUPS + 1 else []
-        for _ in range(3 * GROUP):  # TPE likes to repeat itself on a small space
-            trial = self.study.ask()
-            plan = self._plan(trial)
-            if plan in self.seen:
-                _tell(self.study, trial, self.seen[plan])
-            else:
-                self.trials.setdefault(plan, []).append(trial)
-            if len(self.trials) == GROUP:
-                break
-        return list(self.trials)
-
-    def _neighbours(self) -> list[Plan]:
-        """Unmeasured plans around the best one: its variant's nearest partition counts."""
-        ratios = {plan: m.ratio for plan, m in self.seen.items() if m.ratio is not None}
-        if not ratios:
-            return []
-        best = max(ratios, key=ratios.__getitem__)
-        near = sorted(
-            (plan for plan in self.variants.get(_variant(best), []) if plan not in self.seen),
-            key=lambda plan: abs(math.log(plan.partitions / best.partitions)),
-        )
-        return near[:GROUP]
-
-    def _plan(self, trial: optuna.Trial) -> Plan:
-        """The legal plan nearest to what the sampler wants."""
-        variant = trial.suggest_categorical("variant", list(self.variants))
-        wanted = trial.suggest_int("partitions", 1, MAX_PARTITIONS, log=True)
-        return min(self.variants[variant], key=lambda plan: abs(plan.partitions - wanted))
-
-    def tell(self, found: Sequence[Measurement]) -> None:
-        for measurement in found:
-            self.seen[measurement.plan] = measurement
-            for trial in self.trials.get(measurement.plan, []):
-                _tell(self.study, trial, measurement)
-
-
-def _variant(plan: Plan) -> str:
-    return f"{plan.path} {plan.tile}"
-
-
-def _tell(study: optuna.Study, trial: optuna.Trial, measurement: Measurement) -> None:
-    """The objective is the log of time over `mlx`'s, paired within rounds; failures have none."""
-    if measurement.ratio is None:
-        study.tell(trial, state=optuna.trial.TrialState.FAIL)
-    else:
-        study.tell(trial, -math.log(measurement.ratio))

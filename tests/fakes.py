@@ -44,6 +44,9 @@ class FakeBackend:
             return self.reason or f"{plan} is refused"
         return "no fused attention" if plan.path == "mlx_fused" else None
 
+    def proof(self, plan: Plan, shape: Shape) -> tuple[bool, str]:
+        return self.checked
+
     def self_check(self) -> tuple[bool, str]:
         return self.checked
 

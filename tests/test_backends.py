@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 
 import mla_tuner
 from mla_tuner import backends, mla_decode
-from mla_tuner.backends import cpu, self_check
+from mla_tuner.backends import cpu, mlx_paths, self_check
 from mla_tuner.backends.cpu import CpuBackend
 from mla_tuner.cases import check, make_case
 from mla_tuner.device import usable_cores
@@ -81,11 +83,14 @@ def test_one_back_end_a_name() -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("metal", "no Metal device is here"), ("cuda", "no native kernel for cuda is built in")],
+    [
+        ("metal", "no Metal device is here"),
+        ("cuda", f"this MLX ({INSTALLED}) has no CUDA back end"),
+    ],
 )
 def test_a_back_end_without_kernels_says_so(name: str, reason: str) -> None:
-    if name == "metal" and mx.metal.is_available():
-        pytest.skip("a Metal device is here")
+    if getattr(mx, name).is_available():
+        pytest.skip(f"this MLX has a {name} back end")
     backend = backends.get(name)
     assert backend.available() == backend.self_check() == (False, reason)
     assert backend.refusal(Plan("split", 2), SHAPE) == reason
@@ -425,6 +430,31 @@ def test_the_self_check_finds(change: str, message: str, monkeypatch: pytest.Mon
     assert not passed
     assert message in reason
     assert backend.self_check() == (passed, reason)
+
+
+def test_the_self_check_compares_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX's GPUs may multiply float32 as TF32: off by 4e-4, which no right kernel agrees with."""
+    streams: list[object] = []
+    inside: list[object] = []
+
+    @contextmanager
+    def stream(device: object) -> Iterator[None]:
+        streams.append(device)
+        yield
+        streams.pop()
+
+    def run_mlx_rows(call: backends.Call) -> Any:
+        inside.append(list(streams))
+        assert call.q_nope.dtype == mx.float32
+        return mlx_paths.run_mlx_rows(call)
+
+    monkeypatch.setattr(mx, "stream", stream)
+    monkeypatch.setattr(self_check, "run_mlx_rows", run_mlx_rows)
+    backend: Any = SimpleNamespace(run=lambda plan, call: mlx_paths.run_mlx_rows(call))
+    backend.executed = lambda ticket: Plan("split", 3)
+    for dtype in DTYPES:
+        assert self_check.fault(backend, Plan("split", 3), dtype) is None
+    assert inside == [[mx.cpu]] * len(DTYPES)
 
 
 @pytest.mark.usefixtures("kernel")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,9 +12,10 @@ import mlx.core as mx
 import pytest
 
 from mla_tuner import ops, verify
-from mla_tuner.backends import metal, metal_tiles
+from mla_tuner.backends import Call, metal, metal_tiles
 from mla_tuner.backends.metal import MetalBackend
 from mla_tuner.backends.shaders import Text, digest, minified
+from mla_tuner.caches import DenseCache, PagedCache
 from mla_tuner.candidates import rows_per_task
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import DTYPES, GEOMETRIES, TOKEN_TILE, Shape, piece_tokens
@@ -113,9 +116,33 @@ def test_minified_text_means_the_same() -> None:
     assert minified(source) == (
         "#define TWICE(x) (2 * (x))\n"
         "template<typename T>void f(thread T&a,int b)"
-        '{a=b+ +1- -2;a=a/ *p;s= "a  // b";return b?1.0f: -2.0f;}\n'
+        '{a=b+ +1- -2;a=a/ *p;s="a  // b";return b?1.0f: -2.0f;}\n'
         "#undef TWICE"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "short"),
+    [
+        ("0xe + b; 0x1E - 2; 1e-5f - x", "0xe +b;0x1E -2;1e-5f-x"),
+        ("x = '//' + y; // c", "x='//'+y;"),
+        ("""x = '"'; // c""", """x='"';"""),
+        ("'a  b'", "'a  b'"),
+        ("// a \\\nstill a comment\nx", "x"),
+        ('#define F(x) "#x  y"  // c', '#define F(x) "#x  y"'),
+        ("#define A (1)\nint x;\n#undef A", "#define A (1)\nint x;\n#undef A"),
+        ("split\\\nword", "splitword"),
+        ('asm("a" WORD "b")', 'asm("a" WORD "b")'),
+        ("a > > b; c - -d; e & &f", "a> >b;c- -d;e& &f"),
+    ],
+)
+def test_no_blank_goes_that_means_something(source: str, short: str) -> None:
+    assert minified(source) == short
+
+
+def test_a_raw_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="no raw strings"):
+        minified('x = R"(// no comment)";')
 
 
 def test_the_digest_tells_texts_apart() -> None:
@@ -214,6 +241,79 @@ def test_a_check_is_made_once(mac: Callable[[Callable[..., Any]], MetalBackend])
         assert backend.refusal(Plan("split", 2, "v4t8"), SHAPE)
         assert backend.refusal(Plan("split", 5, "v4t8"), Shape(9000, 2, 4))
     assert len(calls) == 2  # one pass and its merge
+
+
+def test_threads_that_ask_together_get_one_answer(
+    mac: Callable[[Callable[..., Any]], MetalBackend],
+) -> None:
+    """Launches of other threads come between a proof's launch and its end."""
+    backend, gate = mac(lanes_only(zeros)), threading.Barrier(4)
+    found: list[str | None] = []
+
+    def ask(tile: str) -> None:
+        gate.wait()
+        found.append(backend.refusal(Plan("split", 3, tile), SHAPE))
+
+    asking = [threading.Thread(target=ask, args=(tile,)) for tile in ("r16t8", "v4t8") * 2]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 2
+    assert all(reason and "is wrong by" in reason for reason in found)
+
+
+def test_an_error_is_tried_again_but_not_for_ever(
+    mac: Callable[[Callable[..., Any]], MetalBackend],
+) -> None:
+    calls: list[object] = []
+
+    def launch(**options: Any) -> Any:
+        calls.append(options)
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    backend = mac(launch)
+    for _ in range(9):
+        reason = backend.refusal(Plan("single", 1, "v4t8"), SHAPE)
+        assert reason is not None
+        assert "Unable to allocate" in reason
+    assert len(calls) == 3
+
+
+def test_what_is_proven_is_what_runs(mac: Callable[[Callable[..., Any]], MetalBackend]) -> None:
+    """A short context is cut in one piece: the kernel that writes the result itself."""
+    outputs: list[object] = []
+
+    def launch(**options: Any) -> list[mx.array]:
+        outputs.append(dict(options["template"])["Out"])
+        return zeros(**options)
+
+    backend = mac(launch)
+    assert backend.refusal(Plan("split", 4, "v4t8"), Shape(60, 1, 4))
+    assert outputs == [mx.bfloat16]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 9])
+@pytest.mark.parametrize("layout", ["paged", "dense", "empty"])
+def test_no_input_is_so_short_that_it_makes_another_text(
+    mac: Callable[[Callable[..., Any]], MetalBackend], layout: str, batch: int
+) -> None:
+    backend, seen = mac(zeros), []
+    geometry = GEOMETRIES[1]  # without rope
+    shape = Shape(0 if layout == "empty" else 40, batch, 4, "float16", geometry, 1, "paged")
+    latent, lengths = mx.zeros((3 * batch, 16, 512), mx.float16), (shape.context,) * batch
+    cache: PagedCache | DenseCache = PagedCache(latent, mx.zeros((batch, 3), mx.int32), lengths)
+    if layout != "paged":
+        shape = replace(shape, layout="dense")
+        dense = mx.zeros((batch, 1, shape.context, 512), mx.float16)
+        cache = DenseCache(dense, mx.zeros((batch, 1, shape.context, 0), mx.float16), lengths)
+    query = mx.zeros((batch, 4, 1, 512), mx.float16)
+    call = Call(query, None, cache, 1.0, shape, lengths, (0,) * batch, 1)
+    for array in backend._inputs(call, 64):
+        seen.append(array.size)
+    assert all(size >= 8 for size in seen[:-2])  # the last two are numbers, passed by themselves
+    assert len(seen) == 9
 
 
 def test_verify_fails_with_the_reason_where_every_tile_is_refused(

@@ -270,7 +270,7 @@ def test_a_pool_refuses_what_it_cannot_serve() -> None:
 @pytest.mark.usefixtures("kernel")
 def test_the_subset_is_small_and_reaches_every_variant() -> None:
     found = list(conformance_subset(backends.get("cpu")))
-    assert 30 <= len(found) <= 120
+    assert 30 <= len(found) <= 300
     assert {plan.path for _, _, plan in found} == {"mlx", "mlx_rows", "single", "split"}
     assert {plan.tile for _, _, plan in found} == {"", "r16", "r32", "r64", "r128"}
     assert {case.shape.dtype for _, case, _ in found} == set(DTYPES)

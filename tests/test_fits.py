@@ -262,7 +262,11 @@ def test_extreme_winners_break_nothing() -> None:
         lower, upper = (
             Tuned(
                 bucket_of(context, rng.choice([1, 64]), 128, "bfloat16"),
-                Plan("split", rng.choice([2, 3, 64, MAX_PARTITIONS]), rng.choice(["r1", "r16", "r128", ""])),
+                Plan(
+                    "split",
+                    rng.choice([2, 3, 64, MAX_PARTITIONS]),
+                    rng.choice(["r1", "r16", "r128", ""]),
+                ),
             )
             for context in (low, high)
         )

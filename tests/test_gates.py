@@ -40,7 +40,7 @@ REFUSED = [
     ({"cores": 132}, "filled", "1 x 128 pieces keep 132 cores 48% busy, less than 85%"),
     (
         {"backend": FakeBackend(checked=(False, "wrong by 3"))},
-        "self_check",
+        "proven",
         "self-check failed here: wrong by 3",
     ),
 ]

@@ -21,7 +21,7 @@ LAYERS = [
     ["report"],
     ["answers"],
     ["tuner", "bench", "verify"],
-    ["models", "overview", "parse"],
+    ["models", "overview", "parse", "proposals"],
     ["live", "recheck"],
     ["measure", "store"],
     ["conditions", "records", "schema", "worker"],
@@ -32,10 +32,12 @@ LAYERS = [
     ["table"],
     ["gates", "fits"],
     ["candidates"],
-    ["backends.cpu", "backends.metal"],
+    ["backends.cpu", "backends.cuda", "backends.metal"],
+    ["backends.jit"],
     ["backends.self_check"],
     ["backends.mlx_paths"],
-    ["backends.metal_tiles", "backends.shaders"],
+    ["backends.shorter"],
+    ["backends.cuda_tiles", "backends.metal_tiles", "backends.shaders"],
     ["backends"],
     ["caches", "device", "plan"],
     ["shapes"],
@@ -43,10 +45,10 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 # The factory names its products, inside a function.
-UPWARDS = {("backends", f"backends.{name}") for name in ("cpu", "metal", "mlx_paths")}
+UPWARDS = {("backends", f"backends.{name}") for name in ("cpu", "cuda", "metal")}
 DOORS = {
     "click": {"cli", "options"},
-    "optuna": {"tuner"},
+    "optuna": {"proposals"},
     "pydantic": {"models"},
     "rich": {"report"},
     "sqlite_utils": {"store"},

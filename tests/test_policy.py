@@ -320,7 +320,7 @@ def test_what_lies_outside_the_tuned_range_is_told_gate_by_gate() -> None:
     assert steps[5].answered
     assert [each.split(":")[0] for each in steps[5].details] == [
         *("built", "on_grid", "legal", "one_token", "long_context", "few_rows", "cores_known"),
-        *("idle", "filled", "self_check"),
+        *("idle", "filled", "proven"),
     ]
     assert "idle: yes, one pass keeps 1 of 2 cores busy" in steps[5].details
     short = make_policy().explain(1024, 1, 16, "bfloat16")[5]

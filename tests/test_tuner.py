@@ -8,7 +8,7 @@ import optuna
 import pytest
 from fakes import FakeBackend, FakeRunners, make_device
 
-from mla_tuner import tuner
+from mla_tuner import proposals, tuner
 from mla_tuner.candidates import candidates, prior
 from mla_tuner.device import MLX_VERSION
 from mla_tuner.errors import BudgetError, BusyError, StoreError
@@ -121,7 +121,7 @@ def test_serving_sees_what_was_tuned(store: Store) -> None:
 def test_a_wide_machine_is_searched_by_tpe_and_found_nearly_as_good(store: Store) -> None:
     wide, shape = make_device(132), Shape(1 << 17, 1, 128)
     plans = candidates(shape.bucket, wide, FakeBackend())
-    assert len(plans) > tuner.EXHAUSTIVE
+    assert len(plans) > proposals.EXHAUSTIVE
 
     def seconds(shape: Shape, plan: Plan) -> float:
         return (
@@ -139,7 +139,7 @@ def test_a_wide_machine_is_searched_by_tpe_and_found_nearly_as_good(store: Store
     best = min(seconds(shape, plan) for plan in plans)
     assert seconds(shape, summary.tuned[0].plan) < 1.1 * best
     measured = {(e["path"], e["partitions"], e["tile"]) for e in store.evidence()}
-    assert len(measured) <= 2 + tuner.GROUP * (tuner.GROUPS + 1) < len(plans)
+    assert len(measured) <= 2 + proposals.GROUP * (proposals.GROUPS + 1) < len(plans)
 
 
 def test_a_wide_search_ends_with_neighbours_of_the_best_and_a_playoff(store: Store) -> None:
@@ -361,7 +361,7 @@ def measured(plan: Plan, ratio: float | None) -> Measurement:
 
 def test_the_grid_asks_for_every_plan_once() -> None:
     plans = [Plan("mlx_rows"), *(Plan("split", p, "r16") for p in range(2, 9))]
-    grid = tuner._Grid(plans, seed=1)
+    grid = proposals.Grid(plans, seed=1)
     assert grid.ask() == plans
     grid.tell([measured(MLX, 1.0), *(measured(p, 1.0 * p.partitions) for p in plans[:-1])])
     grid.tell([measured(plans[-1], None)])
@@ -379,24 +379,24 @@ def test_tpe_proposes_only_legal_plans_the_likely_ones_first() -> None:
         *(Plan("split", p, tile) for tile in ("r16", "r32") for p in range(2, 65)),
     ]
     rng.shuffle(plans)
-    tpe = tuner._Tpe(plans, seed=1)
+    tpe = proposals.Tpe(plans, seed=1)
     seen: list[Plan] = []
     group = tpe.ask()
-    assert group == plans[: tuner.GROUP]
+    assert group == plans[: proposals.GROUP]
     while group:
         assert set(group) <= set(plans)
         assert not set(group) & set(seen)
         seen += group
         tpe.tell([measured(p, 10 / (1 + abs(p.partitions - 30)) or None) for p in group])
         group = tpe.ask()
-    assert len(seen) > tuner.GROUP
+    assert len(seen) > proposals.GROUP
     assert min(abs(p.partitions - 30) for p in seen) <= 2
 
 
 def test_optuna_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tuner._Grid([Plan("mlx_rows")], seed=0).ask()
-        tuner._Tpe([Plan("mlx_rows")], seed=0).ask()
+        proposals.Grid([Plan("mlx_rows")], seed=0).ask()
+        proposals.Tpe([Plan("mlx_rows")], seed=0).ask()
     assert capfd.readouterr() == ("", "")
     assert optuna.logging.get_verbosity() == optuna.logging.ERROR

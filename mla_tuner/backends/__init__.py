@@ -61,6 +61,11 @@ class Backend(Protocol):
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
         """One sentence why this plan can't run on this shape; None if it can."""
 
+    def proof(self, plan: Plan, shape: Shape) -> tuple[bool, str]:
+        """Whether the kernel that would run this plan gives right answers here, and why not; runs
+        it once at most, never raises.
+        """
+
     def run(self, plan: Plan, call: Call) -> tuple[mx.array, mx.array | None]:
         """Lazy output `[batch, heads, q_len, kv_lora_rank]` and, if wanted, its LSE."""
 
@@ -98,8 +103,8 @@ def _make(name: str) -> Backend:
         from .metal import MetalBackend
 
         return MetalBackend()
-    if name in NAMES:
-        from .mlx_paths import MlxBackend
+    if name == "cuda":
+        from .cuda import CudaBackend
 
-        return MlxBackend(name)
+        return CudaBackend()
     raise ValueError(f"[backends.get] expected a name in {NAMES}; got {name!r}")

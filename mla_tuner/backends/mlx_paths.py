@@ -199,6 +199,10 @@ class MlxBackend:
             return self.available()[1]
         return self._fused_refusal(shape) if plan.path == "mlx_fused" else None
 
+    def proof(self, plan: Plan, shape: Shape) -> tuple[bool, str]:
+        reason = self.refusal(plan, shape)
+        return reason is None, reason or f"{plan} can run here"
+
     def run(self, plan: Plan, call: Call) -> tuple[mx.array, mx.array | None]:
         return _RUN[plan.path](call)
 

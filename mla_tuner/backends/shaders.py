@@ -43,31 +43,60 @@ def _read(name: str) -> str:
     return (folder / name).read_text(encoding="utf-8")
 
 
-_COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
-_STRING = re.compile(r'("(?:[^"\\\n]|\\.)*")')
-# A blank stays between two words, and between two signs that together would be another one.
-_NEEDLESS = re.compile(
-    r"(?<=[\w\"]) (?=[^\w\s\"])|(?<=[^\w\s\"]) (?=[\w\"])|(?<=[(){}\[\];,]) | (?=[(){}\[\];,])"
+_COMMENT_OR_LITERAL = re.compile(
+    r"""(?P<comment>//[^\n]*|/\*.*?\*/)|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""", re.DOTALL
+)
+_TOKEN = re.compile(
+    r"""(?P<literal>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    |(?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)
+    |(?P<word>\w+)
+    |(?P<blank>\s+)
+    |(?P<sign>.)""",
+    re.VERBOSE,
 )
 
 
 def minified(source: str) -> str:
-    """C++ without comments and needless blanks; a directive keeps a line of its own."""
-    source = _COMMENT.sub(lambda found: found[1] or " ", source)
-    lines: list[str] = []
-    for line in re.sub(r"\\\n", " ", source).splitlines():
+    """C++ without comments and needless blanks; a directive keeps a line of its own.
+
+    Raises:
+        ValueError: there is a raw string, which may hold anything.
+    """
+    if re.search(r'R"[^\s()\\]*\(', source):
+        raise ValueError("[minified] expected no raw strings")
+    spliced = source.replace("\\\n", "")
+    plain = _COMMENT_OR_LITERAL.sub(lambda found: " " if found["comment"] else found[0], spliced)
+    parts: list[str] = []  # runs of code, directives
+    code: list[str] = []
+    for line in plain.splitlines():
         if line.lstrip().startswith("#"):
-            # The blank between a macro's name and what it stands for means something.
-            lines += ["\n", " ".join(line.split()), "\n"]
+            parts += [_tight("\n".join(code)), _tight(line, directive=True)]
+            code = []
         else:
-            lines += [line, " "]
-    joined = re.sub(r" *\n+ *", "\n", "".join(lines))
-    return "\n".join(map(_tight, joined.strip().splitlines()))
+            code.append(line)
+    return "\n".join(part for part in [*parts, _tight("\n".join(code))] if part)
 
 
-def _tight(line: str) -> str:
-    if line.startswith("#"):
-        return line
-    parts = _STRING.split(line)  # text, string, text, ...
-    parts[::2] = [_NEEDLESS.sub("", " ".join(f"|{part}|".split()))[1:-1] for part in parts[::2]]
-    return "".join(parts)
+def _tight(text: str, directive: bool = False) -> str:
+    """Tokens with a blank between those that need one; in a directive, where there was any."""
+    out: list[str] = []
+    before, apart = "", False
+    for token in _TOKEN.finditer(text.strip()):
+        kind, word = str(token.lastgroup), token[0]
+        if kind == "blank":
+            apart = True
+            continue
+        if apart and (directive or _needs_blank(before, out[-1], kind, word)):
+            out.append(" ")
+        out.append(word)
+        before, apart = kind, False
+    return "".join(out)
+
+
+def _needs_blank(before: str, last: str, kind: str, word: str) -> bool:
+    """Whether two tokens would be others without a blank between them."""
+    if before == "number" and last[-1] in "eEpP" and word in "+-":
+        return True  # 0xe + 1 is no number
+    if "sign" in (before, kind):
+        return before == kind and not {last, word} & set("(){}[];,")
+    return True  # words, numbers and literals

@@ -46,7 +46,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         (200, 200, 200),
     ),
     "partitions": (1, 2, 3, 5, 8, 64, MAX_PARTITIONS),  # short lengths: more than tokens or pieces
-    "tile": (0, 1, 2, 3),  # of those that the back end has for the rows
+    "tile": tuple(range(8)),  # of those that the back end has for the rows
     "logit_scale": (1.0, 30.0),
 }
 

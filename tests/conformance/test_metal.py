@@ -6,13 +6,18 @@ Small cases run under its checkers: races, bounds, unset memory, divergence. Lar
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+import mlx.core as mx
 import pytest
 from running import rows_of
 from table import TABLE, Entry
 
+from mla_tuner.backends.metal import MetalBackend
 from mla_tuner.backends.metal_tiles import TILES, useful
 from mla_tuner.cases import check
 from mla_tuner.plan import Plan
+from mla_tuner.shapes import Shape
 from tools import msl
 from tools.msl.decode import decode
 
@@ -63,6 +68,19 @@ def assert_right(seed: int, entry: Entry, mode: str, shuffle: int | None = None)
 @pytest.mark.parametrize(("seed", "entry"), CASES)
 def test_case(seed: int, entry: Entry) -> None:
     assert_right(seed, entry, mode_of(entry))
+
+
+@pytest.mark.parametrize("layout", ["paged", "dense"])
+@pytest.mark.parametrize("tile", ["v4t8", "r16t16"])
+def test_a_tile_proves_itself(tile: str, layout: str) -> None:
+    """The proof that each tile must give on a Mac before it runs, given here."""
+    with msl.emulated() as launches, patch.object(mx.metal, "is_available", lambda: True):
+        backend, shape = MetalBackend(), Shape(300, 1, 16, "float16", layout=layout)
+        for plan in (Plan("single", 1, tile), Plan("split", 3, tile)):
+            assert backend.refusal(plan, shape) is None
+    kernel = f"mla_{TILES[tile].kernel}"
+    lanes = ["mla_lanes"] if tile.startswith("r") else []
+    assert [launch.name for launch in launches] == [*lanes, kernel, kernel, "mla_reduce"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,223 @@
+"""What the GPU back ends share: the plain MLX paths, and kernels that MLX compiles from text.
+
+No kernel is trusted unseen. Before a tile runs for the first time on a dtype, geometry and layout,
+it must give a known answer here; one that doesn't is refused with the reason, and MLX's paths run.
+
+The layers of a decode step pass one shape and one plan, the same objects: all that follows from
+them is worked out by the first layer, and a look at the two is what it costs the others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from threading import Lock
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..device import MLX_VERSION
+from ..plan import Plan
+from ..shapes import Shape, piece_tokens
+from . import Call
+from .mlx_paths import MlxBackend
+from .self_check import fault
+from .shaders import Text, digest
+
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+_PROVEN_DTYPES = ("bfloat16", "float16")  # what models decode in; others are proven at first use
+_TRIES = 3  # of a proof that ends in an error: memory may be short for a moment
+_REMEMBERED = 64  # launches, so that threads don't overtake each other at once
+
+Kernel = Callable[..., list[mx.array]]
+
+
+class Launches(NamedTuple):
+    """What a plan comes to on a shape; `decode` and `merge` lack their inputs only."""
+
+    plan: Plan
+    shape: Shape
+    ran: Plan  # with the tile's name, and as many partitions as the context has pieces
+    piece: int  # tokens of a partition
+    decode: Kernel
+    merge: Kernel | None  # where there are several partitions
+    facts: dict[str, object]
+
+
+class JitBackend(MlxBackend, ABC):
+    """Launches native plans through `mx.fast.*_kernel`; compiles nothing before first use."""
+
+    def __init__(self, name: str, title: str, proven: tuple[Shape, ...]) -> None:
+        """`title`: the kind of kernels, for people; `proven`: shapes for the self-check."""
+        super().__init__(name)
+        self._title, self._proven = title, proven
+        self._proofs: dict[tuple[object, ...], str | None] = {}
+        self._errors: Counter[tuple[object, ...]] = Counter()
+        self._proving = Lock()
+        self._passed: tuple[Plan, Shape] | None = None  # what `refusal` let pass last
+        self._ready: Launches | None = None  # what ran last
+        self._launched: deque[tuple[int, Launches]] = deque(maxlen=_REMEMBERED)
+
+    # --- what a kind of device adds
+
+    @abstractmethod
+    def _missing(self) -> str:
+        """Why no kernel can run here; "" where one might."""
+
+    @abstractmethod
+    def _read(self) -> dict[str, Text]:
+        """The texts of the kernels that compute, by name. Raises OSError where they are gone."""
+
+    @abstractmethod
+    def _useful(self, shape: Shape) -> tuple[str, ...]:
+        """Tiles worth trying, the default first."""
+
+    @abstractmethod
+    def _illegal(self, name: str, shape: Shape) -> str | None:
+        """Why the tile of that name can't take the shape; None if it can."""
+
+    @abstractmethod
+    def _decode(self, name: str, shape: Shape, partitions: int) -> tuple[Kernel, dict[str, object]]:
+        """One pass over the cache, and facts about it."""
+
+    @abstractmethod
+    def _merge(self, shape: Shape, partitions: int) -> Kernel:
+        """From partial outputs and their LSE to the results."""
+
+    @abstractmethod
+    def _inputs(self, call: Call, piece: int) -> list[mx.array]:
+        """What `_decode`'s kernel takes; its results are what `_merge`'s takes."""
+
+    def _device_fault(self, name: str) -> str | None:
+        """What that tile expects of the device and doesn't find."""
+        return None
+
+    # --- the protocol
+
+    def digest(self) -> str:
+        return self._texts[1]
+
+    def available(self) -> tuple[bool, str]:
+        return self._able
+
+    @cached_property
+    def _able(self) -> tuple[bool, str]:
+        reason, function = self._missing(), f"{self.name}_kernel"
+        if not reason and not hasattr(mx.fast, function):
+            reason = f"this MLX ({MLX_VERSION}) has no mx.fast.{function}"
+        if not reason and not self._texts[1]:
+            reason = f"the {self._title} kernels' texts are not installed: reinstall mla-tuner"
+        return not reason, reason
+
+    @cached_property
+    def _texts(self) -> tuple[dict[str, Text], str]:
+        """The kernels' texts by name, and their digest; "" where none are."""
+        try:
+            texts = self._read()
+        except OSError:
+            return {}, ""
+        return texts, digest(texts.values())
+
+    def tiles(self, shape: Shape) -> tuple[str, ...]:
+        return self._useful(shape) if self.available()[0] else ()
+
+    def refusal(self, plan: Plan, shape: Shape) -> str | None:
+        if not plan.native:
+            return super().refusal(plan, shape)
+        passed = self._passed
+        if passed is not None and passed[0] is plan and passed[1] is shape:
+            return None
+        able, why = self.available()
+        if not able:
+            return why
+        name, split = self._tile(plan, shape), plan.cut(shape.context).partitions > 1
+        reason = self._illegal(name, shape) or self._disproof(name, split, shape)
+        if reason is None:
+            self._passed = plan, shape
+        return reason
+
+    def run(self, plan: Plan, call: Call) -> tuple[mx.array, mx.array | None]:
+        if not plan.native:
+            return super().run(plan, call)
+        ready = self._ready
+        if ready is None or ready.plan is not plan or ready.shape is not call.shape:
+            ready = self._ready = self._prepared(plan, call.shape)
+        results = ready.decode(inputs=self._inputs(call, ready.piece))
+        if ready.merge is not None:
+            results = ready.merge(inputs=results)
+        self._launched.append((call.ticket, ready))
+        out, lse = results
+        return out, lse
+
+    def executed(self, ticket: int) -> Plan | None:
+        """What was put into the graph for that call: evaluating the result runs it."""
+        launched = self._launch(ticket)
+        return None if launched is None else launched.ran
+
+    def detail(self, ticket: int) -> dict[str, object]:
+        launched = self._launch(ticket)
+        return {} if launched is None else launched.facts
+
+    def _launch(self, ticket: int) -> Launches | None:
+        return next((ready for known, ready in tuple(self._launched) if known == ticket), None)
+
+    def self_check(self) -> tuple[bool, str]:
+        return self._self_checked
+
+    @cached_property
+    def _self_checked(self) -> tuple[bool, str]:
+        for dtype in _PROVEN_DTYPES:
+            for shape in self._proven:
+                for plan in (Plan("single"), Plan("split", 2)):
+                    found = self.refusal(plan, replace(shape, dtype=dtype))
+                    if found:
+                        return False, found
+        return True, f"the {self._title} kernels agree with mlx_rows"
+
+    # --- its parts
+
+    def _tile(self, plan: Plan, shape: Shape) -> str:
+        """The plan's tile, or the default; "" where no tile is for the shape."""
+        return plan.tile or next(iter(self._useful(shape)), "")
+
+    def _prepared(self, plan: Plan, shape: Shape) -> Launches:
+        name = self._tile(plan, shape)
+        ran = Plan(plan.path, plan.partitions, name).cut(shape.context)
+        decode, facts = self._decode(name, shape, ran.partitions)
+        merge = self._merge(shape, ran.partitions) if ran.partitions > 1 else None
+        piece = piece_tokens(shape.context, ran.partitions)
+        facts = {**facts, "launches": 1 if merge is None else 2}
+        return Launches(plan, shape, ran, piece, decode, merge, facts)
+
+    def _disproof(self, name: str, split: bool, shape: Shape) -> str | None:
+        """Why a tile must not be trusted here; None once it gave the right answer."""
+        key = name, split, shape.dtype, shape.geometry, shape.layout
+        if key not in self._proofs:
+            with self._proving:  # others wait for the answer instead of asking again
+                if key not in self._proofs:
+                    return self._tried(key, shape)
+        return self._proofs[key]
+
+    def _tried(self, key: tuple[object, ...], shape: Shape) -> str | None:
+        name, split = str(key[0]), bool(key[1])
+        plan = Plan("split", 3, name) if split else Plan("single", 1, name)
+        try:
+            found = self._device_fault(name)
+            found = found or fault(self, plan, shape.dtype, shape.geometry, shape.layout)
+        except Exception as error:  # a compile error, too many threads, no memory: serving goes on
+            found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._errors[key] += 1
+        reason = f"tile {name} failed its check here: {found}" if found else None
+        if self._errors[key] in (0, _TRIES):
+            self._proofs[key] = reason
+        return reason
+
+
+def leading(shape: Shape, partitions: int) -> tuple[int, int, int]:
+    """Dimensions before `kv_lora_rank`: of partial answers, or of results."""
+    if partitions > 1:
+        return shape.batch, partitions, shape.rows
+    return shape.batch, shape.heads, shape.q_len

@@ -1,0 +1,99 @@
+// Shared by all kernels; goes in front. The back end defines before it: RANK, ROPE, PAGED, ROWS,
+// BITS (type of a number as it lies in memory) and, for 16-bit numbers, HALF ("bf16" or "f16").
+#define MLA __device__ __forceinline__
+namespace mla {
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef BITS Bits;
+
+// Queries of this block's sequence; strides in elements.
+struct Query {
+  const Bits *nope, *pe;
+  i64 nope_head, nope_query, nope_dim, pe_head, pe_query, pe_dim;
+};
+
+// Dense: the sequence's first token. Paged: block 0, and the sequence's row of the block table.
+struct Cache {
+  const Bits *latent, *pe;
+  i64 block, token, dim, pe_token, pe_dim;  // strides in elements
+  const int* table;
+  i64 table_column;
+};
+
+// What this block attends, and for whom. Tokens count from the first one of the sequence.
+struct Work {
+  int begin, end;          // tokens of the piece
+  int tokens;              // tokens of the sequence
+  int first, rows, q_len;  // row = head * q_len + query; query i sees q_len - 1 - i tokens fewer
+  int block_size, blocks;
+  float scale;  // includes log2(e)
+};
+
+// `info` holds 6 numbers of the call, then the first slot and the token count of each sequence.
+MLA Work work(const int* info) {
+  Work w;
+  w.begin = blockIdx.z * info[0];
+  w.tokens = info[7 + 2 * blockIdx.y];
+  w.end = min(w.begin + info[0], w.tokens);
+  w.scale = __int_as_float(info[1]);
+  w.rows = info[2];
+  w.q_len = info[3];
+  w.first = blockIdx.x * ROWS;
+  w.block_size = info[4];
+  w.blocks = info[5];
+  return w;
+}
+
+// One past the last token of the piece that a row sees.
+MLA int row_end(const Work& w, int row) { return min(w.end, w.tokens - w.q_len + 1 + row % w.q_len); }
+
+// The block of the cache that holds a token, as the table has it; 0 where there is no token.
+MLA int block_id(const Cache& c, const Work& w, int token) {
+  return PAGED && token < w.end ? c.table[token / w.block_size * c.table_column] : 0;
+}
+// The same, but an id of no block is not followed.
+MLA int known_block(const Work& w, int id, int* unknown) {
+  if ((u32)id < (u32)w.blocks) return id;
+  *unknown = 1;
+  return 0;
+}
+
+struct Slot {
+  const Bits *latent, *pe;
+};
+MLA Slot slot(const Cache& c, const Work& w, int block, int token) {
+  const i64 inside = PAGED ? token % w.block_size : token, at = block * c.block;
+  Slot s;
+  s.latent = c.latent + at + inside * c.token;
+  s.pe = c.pe + at + inside * c.pe_token;
+  return s;
+}
+
+// Where the results go: rows of this piece. `alone`: one piece, so they are final and of the
+// caller's dtype. Else they are floats, and those of a row whose LSE is -inf are not read.
+struct Result {
+  Bits* out;   // [rows, RANK]
+  float* lse;  // [rows], natural logarithm
+  bool alone;
+};
+MLA Result result(Bits* out, float* lse, const Work& w) {
+  const i64 row = ((i64)blockIdx.y * gridDim.z + blockIdx.z) * w.rows;
+  Result r;
+  r.alone = gridDim.z == 1;
+  r.out = r.alone ? out + row * RANK : (Bits*)((float*)out + row * RANK);
+  r.lse = lse + row;
+  return r;
+}
+
+MLA float minus_infinity() { return __int_as_float(0xff800000); }
+MLA float not_a_number() { return __int_as_float(0x7fffffff); }
+
+// What a row's sums end as. `top`: the largest score, times log2(e); `sum`: of the weights.
+MLA float final_sum(float sum, bool unknown) { return unknown ? not_a_number() : sum; }
+MLA float inverse(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+MLA float log_sum(float top, float sum) {
+  return sum == 0.0f ? minus_infinity() : (top + log2f(sum)) * 0.69314718055994531f;
+}
+}  // namespace mla

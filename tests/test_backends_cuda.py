@@ -1,0 +1,438 @@
+"""The CUDA back end without a GPU: tiles, grids, texts, and every way to be refused."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mla_tuner import device, mla_decode, ops, verify
+from mla_tuner.backends import cuda, cuda_tiles
+from mla_tuner.backends.cuda import CudaBackend
+from mla_tuner.backends.jit import JitBackend
+from mla_tuner.backends.shaders import Text
+from mla_tuner.backends.shorter import shorter
+from mla_tuner.cases import make_case
+from mla_tuner.plan import MLX, Plan
+from mla_tuner.shapes import DTYPES, GEOMETRIES, LAYOUTS, TOKEN_TILE, Shape, piece_tokens
+
+SHAPE = Shape(300, 1, 16)
+DEFAULT = "r16"
+HOPPER = 90
+CAPABILITIES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
+
+
+# --- tiles and grids: plain arithmetic
+
+
+@pytest.mark.parametrize("name", cuda_tiles.TILES)
+def test_a_tiles_name_says_its_rows(name: str) -> None:
+    tile = cuda_tiles.TILES[name]
+    assert name.startswith(f"r{tile.rows}")
+    assert name.removeprefix(f"r{tile.rows}") in ("", "w", "p", "f")
+    assert not tile.tokens or TOKEN_TILE % tile.tokens == 0  # a piece ends where a step does
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "layout", "capability"),
+    [*product(GEOMETRIES, DTYPES, LAYOUTS, CAPABILITIES)],
+)
+def test_no_launch_is_beyond_the_limits(
+    geometry: Any, dtype: str, layout: str, capability: int
+) -> None:
+    for heads, q_len in product((1, 2, 5, 8, 9, 16, 17, 20, 24, 25, 32, 40, 63, 128), (1, 8)):
+        shape = Shape(300, 3, heads, dtype, geometry, q_len, layout)
+        names = cuda_tiles.useful(shape, capability)
+        assert len(set(names)) == len(names) > 0
+        for name in names:
+            tile = cuda_tiles.TILES[name]
+            assert cuda_tiles.refusal(name, shape, capability) is None
+            needed = tile.shared_bytes(geometry, layout)
+            assert needed <= cuda_tiles.shared_bytes(capability) <= 232448
+            threads, batch, partitions = cuda_tiles.grid(tile, shape, 5)
+            assert threads % tile.threads == 0
+            assert tile.rows * threads // tile.threads >= shape.rows
+            assert (batch, partitions) == (3, 5)
+
+
+def test_the_default_tile_goes_by_rows() -> None:
+    rows = (1, 8, 9, 16, 17, 24, 25, 33, 128)
+
+    def first(capability: int, **other: Any) -> list[str]:
+        return [cuda_tiles.useful(Shape(300, 1, n, **other), capability)[0] for n in rows]
+
+    small, wide = ["r8", "r8", "r16", "r16", "r24", "r24"], ["r64w"] * 3
+    assert first(HOPPER) == small + wide
+    assert first(HOPPER, geometry=GEOMETRIES[1]) == small + ["r32"] * 3
+    assert first(100) == small + ["r32"] * 3
+    assert first(80) == first(120) == ["r16p"] * 4 + ["r32p"] * 5
+    assert set(first(HOPPER, dtype="float32")) == {"r8f"}
+
+
+def test_shared_memory_is_that_counted() -> None:
+    tile = cuda_tiles.TILES[DEFAULT]
+    tokens, rows = 64, 16
+    sums = 256 + 8 * rows + 2 * rows * (2 * tokens + 16) + 4 * 4 * rows * (tokens + 4)
+    cached = 2 * 8 * (8 * 576 * 2 + 16)
+    assert tile.shared_bytes(GEOMETRIES[0], "paged") == -(-sums // 128) * 128 + cached
+    dense = cached + 2 * 8 * 16  # two arrays: 16 bytes more a group
+    assert tile.shared_bytes(GEOMETRIES[0], "dense") == -(-sums // 128) * 128 + dense
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "capability", "reason"),
+    [
+        ("r9", SHAPE, HOPPER, "the CUDA kernels' tiles are r8, r16"),
+        ("", SHAPE, HOPPER, "the CUDA kernels' tiles are"),
+        ("r16", Shape(300, 65536, 16), HOPPER, "take up to 65535 sequences"),
+        ("r16", SHAPE, 89, "tile r16 is not for it: the small kernel needs sm_90 or later"),
+        ("r16", SHAPE, 120, "it takes 170112 bytes of shared memory, 101376 are there"),
+        ("r64w", SHAPE, 100, "the wide kernel needs sm_90"),
+        ("r64w", Shape(300, 1, 16, geometry=GEOMETRIES[2]), HOPPER, "kernel is for 512+64"),
+        ("r16p", Shape(300, 1, 16, "float32"), HOPPER, "does not compute in float32"),
+        ("r8f", SHAPE, HOPPER, "the simple kernel does not compute in bfloat16"),
+    ],
+)
+def test_a_tile_that_does_not_fit_says_why(
+    name: str, shape: Shape, capability: int, reason: str
+) -> None:
+    found = cuda_tiles.refusal(name, shape, capability)
+    assert found is not None
+    assert reason in found
+
+
+def test_the_merge_has_work_for_every_core_and_few_pieces_a_lane() -> None:
+    for units, partitions, cores in product((4, 128, 1024, 32768), (2, 3, 64, 128), (8, 132)):
+        groups = cuda_tiles.merge_groups(units, partitions, cores)
+        assert groups in (1, 2, 4, 8, 16)
+        assert groups < 2 * partitions
+        assert groups * 8 >= partitions
+        if groups // 2 * 8 >= partitions:  # more than that: for the cores' sake
+            assert units * groups // 2 // 16 < cores
+    assert cuda_tiles.merge_groups(32 * 128 * 8, 2, 132) == 1
+
+
+def test_the_merges_blocks_tell_how_many_teams_share_a_unit() -> None:
+    for heads, geometry, partitions in product(range(1, 129), GEOMETRIES[::2], (2, 9, 64)):
+        shape = Shape(1 << 15, 2, heads, geometry=geometry)
+        units = heads * geometry.kv_lora_rank // 64
+        blocks = cuda_tiles.merge_grid(shape, partitions, 132)[0] // 256
+        groups = 1  # as merge.cuh finds it
+        while groups < 16 and -(-units * groups // 16) < blocks:
+            groups *= 2
+        assert blocks * 16 // groups >= units
+        assert -(-units * groups // 16) == blocks
+
+
+def test_capability_reads_names_and_never_raises() -> None:
+    names = {"sm_90": 90, "sm_121": 121, "sm_90a": 0, "": 0, "unknown": 0, "sm_٣": 0, "sm_": 0}
+    assert {name: cuda_tiles.capability(name) for name in names} == names
+
+
+# --- texts
+
+
+def test_short_names_mean_the_same() -> None:
+    text = Text(
+        "#define TWICE(x) (2 * x)\n#pragma unroll\nnamespace mla { float total(float4 part) {"
+        " return TWICE(part.x) + 0x1fULL; } }",
+        'asm("total" : : "r"(length)); out[length] = mla::total(part) + a + __ldcg(out_strides);',
+    )
+    short = shorter(text, frozenset({"out", "part"}))
+    assert short == Text(
+        "#define TWICE(x) (2 * x)\n#pragma unroll\nnamespace mla { float b(float4 part) {"
+        " return TWICE(part.x) + 0x1fULL; } }",
+        'asm("total" : : "r"(c)); out[c] = mla::b(part) + a + __ldcg(out_strides);',
+    )
+
+
+def test_every_name_gets_one_of_its_own() -> None:
+    words = [f"word_{i}" for i in range(200)]
+    short = shorter(Text(" ".join(words), " ".join(words)), frozenset())
+    assert short.header == short.body
+    assert len(set(short.header.split())) == len(words)
+    assert not {"j0", "j1", "y0", "y1", "if", "or"} & set(short.header.split())
+
+
+def test_the_digest_follows_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = CudaBackend().digest()
+    assert len(before) == 16
+    assert CudaBackend().digest() == before
+    monkeypatch.setattr(cuda, "text", lambda header, body: Text("a", "b"))
+    assert CudaBackend().digest() != before
+
+
+# --- refusals: MLX stands in for one with CUDA, its kernels for whatever a GPU might do
+
+
+Launch = Callable[..., Any]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CudaBackend]:
+    """A back end that finds an H200, where calling any kernel calls the given function."""
+
+    def make(launch: Launch, architecture: str = "sm_90") -> CudaBackend:
+        info = {"device_name": "NVIDIA H200", "architecture": architecture, "total_memory": 1 << 37}
+        monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(device, "_gpu", lambda: ("cuda", info))
+        monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **options: launch)
+        return CudaBackend()
+
+    return make
+
+
+def zeros(**launch: Any) -> list[mx.array]:
+    """What a launch that never ran leaves behind."""
+    shapes, dtypes = launch["output_shapes"], launch["output_dtypes"]
+    return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def nans(**launch: Any) -> list[mx.array]:
+    return [mx.full(each.shape, mx.nan, each.dtype) for each in zeros(**launch)]
+
+
+def raising(error: Exception) -> Launch:
+    def launch(*given: Any, **options: Any) -> Any:
+        raise error
+
+    return launch
+
+
+@pytest.mark.parametrize("path", ["single", "split"])
+@pytest.mark.parametrize(
+    ("launch", "reason"),
+    [
+        (zeros, "is wrong by 1.0e+00"),
+        (nans, "is wrong by nan"),
+        (
+            raising(RuntimeError("Failed to compile kernel:\n  error")),
+            "RuntimeError: Failed to compile kernel: error",
+        ),
+        (raising(MemoryError("out of memory")), "MemoryError: out of memory"),
+    ],
+)
+def test_a_kernel_that_fails_here_is_refused_with_the_reason(
+    gpu: Callable[..., CudaBackend], launch: Launch, reason: str, path: str
+) -> None:
+    backend = gpu(launch)
+    plan = Plan(path, 2 if path == "split" else 1, DEFAULT)
+    found = backend.refusal(plan, SHAPE)
+    assert found is not None
+    assert found.startswith(f"tile {DEFAULT} failed its check here")
+    assert reason in found
+    assert backend.refusal(MLX, SHAPE) is backend.refusal(Plan("mlx_rows"), SHAPE) is None
+    passed, why = backend.self_check()
+    assert not passed
+    assert "failed its check here" in why
+
+
+def test_a_check_is_made_once(gpu: Callable[..., CudaBackend]) -> None:
+    calls: list[object] = []
+
+    def launch(**options: Any) -> list[mx.array]:
+        calls.append(options)
+        return zeros(**options)
+
+    backend = gpu(launch)
+    for _ in range(3):
+        assert backend.refusal(Plan("split", 2, "r8"), SHAPE)
+        assert backend.refusal(Plan("split", 5, "r8"), Shape(9000, 2, 4))
+    assert len(calls) == 2  # one pass and its merge
+
+
+def test_verify_fails_with_the_reason_where_every_tile_is_refused(
+    gpu: Callable[..., CudaBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = gpu(zeros)
+    monkeypatch.setattr(ops, "_backend", lambda: backend)
+    found = [check for check in verify.check_kernels(backend) if check.isa != "mlx"]
+    assert found
+    assert not any(check.ok for check in found)
+    assert all("failed its check here" in check.reason for check in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda patch: patch.setattr(mx.cuda, "is_available", lambda: False), "no CUDA back end"),
+        (lambda patch: patch.setattr(device, "_gpu", lambda: ("", {})), "no NVIDIA GPU"),
+        (lambda patch: patch.delattr(mx.fast, "cuda_kernel"), "has no mx.fast.cuda_kernel"),
+        (
+            lambda patch: patch.setattr(cuda, "text", raising(FileNotFoundError("gone"))),
+            "are not installed: reinstall mla-tuner",
+        ),
+    ],
+)
+def test_without_kernels_only_mlx_runs(
+    gpu: Callable[..., CudaBackend],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    backend = gpu(zeros)
+    change(monkeypatch)
+    assert_only_mlx_runs(backend, reason)
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_70", "unknown"])
+def test_an_older_gpu_runs_only_mlx(gpu: Callable[..., CudaBackend], architecture: str) -> None:
+    assert_only_mlx_runs(gpu(zeros, architecture), f"the kernels need sm_80; got {architecture}")
+
+
+def assert_only_mlx_runs(backend: CudaBackend, reason: str) -> None:
+    able, why = backend.available()
+    assert not able
+    assert reason in why
+    assert backend.self_check() == (False, why)
+    assert backend.refusal(Plan("split", 2), SHAPE) == why
+    assert backend.refusal(MLX, SHAPE) is None
+    assert backend.tiles(SHAPE) == ()
+
+
+# --- launches
+
+
+@pytest.fixture
+def launches(
+    gpu: Callable[..., CudaBackend], monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """What `mla_decode` asks MLX for: how kernels are made, then how they are launched."""
+    found: list[dict[str, Any]] = []
+
+    def launch(**options: Any) -> list[mx.array]:
+        found.append(options)
+        return zeros(**options)
+
+    def cuda_kernel(**options: Any) -> Launch:
+        found.append(options)
+        return launch
+
+    backend = gpu(launch)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
+    monkeypatch.setattr(CudaBackend, "_tried", lambda *_: None)
+    monkeypatch.setattr(ops, "_backend", lambda: backend)
+    return found
+
+
+def decode(shape: Shape, plan: Plan, **options: Any) -> mx.array:
+    case = make_case(shape, **options)
+    return mla_decode(case.q_nope, case.q_pe, case.cache, scale=0.5, plan=plan)
+
+
+def test_the_cache_is_never_copied(launches: list[dict[str, Any]]) -> None:
+    for name in ("r16", "r64w", "r16p"):
+        decode(SHAPE, Plan("split", 2, name))
+    made = [each for each in launches if "ensure_row_contiguous" in each]
+    assert len(made) == 4  # three tiles and a merge
+    assert not any(each["ensure_row_contiguous"] for each in made)
+
+
+def test_lengths_strides_and_partitions_make_no_new_kernel(launches: list[dict[str, Any]]) -> None:
+    shapes = (SHAPE, Shape(4000, 3, 20, lengths=(1, 4000, 0)), Shape(100, 2, 9, q_len=3))
+    for shape, partitions in product(shapes, (1, 2, 5)):
+        path = "split" if partitions > 1 else "single"
+        decode(shape, Plan(path, partitions, DEFAULT), block_size=8 * partitions)
+    names = [each["name"] for each in launches if "name" in each]
+    assert len(names) == len(set(names)) == 2  # the tile and the merge
+
+
+def test_the_layers_of_a_step_are_worked_out_once(
+    launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of one step is kept for the next."""
+    prepared: list[Plan] = []
+
+    def prepare(self: CudaBackend, plan: Plan, shape: Shape) -> Any:
+        prepared.append(plan)
+        return JitBackend._prepared(self, plan, shape)
+
+    monkeypatch.setattr(CudaBackend, "_prepared", prepare)
+    plans = Plan("split", 2, DEFAULT), Plan("single", 1, DEFAULT)
+    for context, plan in product((300, 400, 300), plans):
+        case = make_case(Shape(context, 1, 16))
+        for _ in range(4):
+            launches.clear()
+            mla_decode(case.q_nope, case.q_pe, case.cache, scale=0.5, plan=plan)
+            grids = [each for each in launches if "grid" in each]
+            assert len(grids) == plan.partitions
+            assert grids[0]["grid"] == (288, 1, plan.partitions)
+            assert grids[0]["inputs"][-1].tolist()[:1] == [piece_tokens(context, plan.partitions)]
+            run = ops.last_run()
+            assert run is not None
+            assert run.executed == plan
+    assert len(prepared) == 6
+
+
+def test_one_launch_where_there_is_one_piece(launches: list[dict[str, Any]]) -> None:
+    out = decode(SHAPE, Plan("single", 1, DEFAULT))
+    (launch,) = [each for each in launches if "grid" in each]
+    assert out.shape == launch["output_shapes"][0] == (1, 16, 1, 512)
+    assert launch["grid"] == (288, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_partial_answers_are_floats(launches: list[dict[str, Any]], dtype: str) -> None:
+    name = "r8f" if dtype == "float32" else DEFAULT
+    decode(Shape(300, 2, 16, dtype), Plan("split", 3, name))
+    first, second = [each for each in launches if "grid" in each]
+    part, part_lse = second["inputs"]
+    assert part.nbytes == 2 * 3 * 16 * 512 * 4
+    assert part_lse.shape == first["output_shapes"][1] == (2, 3, 16)
+    assert second["output_shapes"] == [(2, 16, 1, 512), (2, 16, 1)]
+
+
+def test_one_array_holds_the_numbers_of_a_step(launches: list[dict[str, Any]]) -> None:
+    shape = Shape(300, 2, 16, q_len=2, layout="dense", lengths=(300, 70))
+    for _ in range(3):
+        decode(shape, Plan("split", 3, DEFAULT), starts=(0, 7))
+    arrays = [each["inputs"][-1] for each in launches if "grid" in each][::2]
+    assert len({id(array) for array in arrays}) == 1
+    numbers = arrays[0].tolist()
+    assert len(numbers) >= 16  # smaller ones would be read over the bus
+    scale = struct.unpack("<f", struct.pack("<i", numbers[1]))[0]
+    assert scale == pytest.approx(0.5 * 1.4426950408889634)
+    assert numbers[0] == piece_tokens(300, 3)
+    assert numbers[2:6] == [32, 2, 1 << 30, 1]
+    assert numbers[6:10] == [0, 300, 7, 70]
+
+
+@pytest.mark.parametrize("scale", [3.4e38, -3.4e38, 1e-45, 0.0])
+def test_any_scale_that_float32_holds_is_passed(
+    launches: list[dict[str, Any]], scale: float
+) -> None:
+    case = make_case(SHAPE)
+    mla_decode(case.q_nope, case.q_pe, case.cache, scale=scale, plan=Plan("single", 1, DEFAULT))
+    assert [each for each in launches if "grid" in each]
+
+
+@pytest.mark.parametrize(
+    ("layout", "geometry", "inputs"),
+    [
+        ("paged", 0, ["q_nope", "q_pe", "latent", "block_table", "info"]),
+        ("paged", 1, ["q_nope", "latent", "block_table", "info"]),
+        ("dense", 0, ["q_nope", "q_pe", "latent", "k_pe", "info"]),
+        ("dense", 1, ["q_nope", "latent", "info"]),
+    ],
+)
+def test_only_what_a_kernel_reads_is_passed(
+    launches: list[dict[str, Any]], layout: str, geometry: int, inputs: list[str]
+) -> None:
+    shape = Shape(300, 1, 16, geometry=GEOMETRIES[geometry], layout=layout)
+    decode(shape, Plan("single", 1, DEFAULT))
+    made, launch = launches
+    assert list(made["input_names"]) == inputs
+    assert len(launch["inputs"]) == len(inputs)
+    assert all(isinstance(each, mx.array) for each in launch["inputs"])
+
+
+def test_what_ran_is_told(launches: list[dict[str, Any]]) -> None:
+    decode(SHAPE, Plan("split", 60, "r64w"))
+    run = ops.last_run()
+    assert run is not None
+    assert run.executed == Plan("split", 5, "r64w")
+    assert run.detail == {"kernel": "wide", "threads": 384, "launches": 2}
