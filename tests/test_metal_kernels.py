@@ -6,7 +6,10 @@ race, an access out of bounds or a divergence raises. No Apple GPU is involved.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
@@ -15,12 +18,13 @@ import pytest
 
 from mla_tuner.backends.metal_tiles import TILES
 from mla_tuner.backends.shaders import text
-from mla_tuner.caches import DenseCache, PagedCache
-from mla_tuner.cases import SCALE, Case, check, make_case
+from mla_tuner.caches import PagedCache
+from mla_tuner.cases import Case, check, make_case
 from mla_tuner.plan import Plan
 from mla_tuner.shapes import Geometry, Shape
 from tools import msl
-from tools.msl.decode import Decoded, decode
+from tools.msl import decode as front_door
+from tools.msl.decode import Decoded
 
 pytestmark = [
     pytest.mark.usefixtures("compiler"),
@@ -48,6 +52,20 @@ def ragged(
     layout: str = "paged",
 ) -> Shape:
     return Shape(max(lengths), len(lengths), heads, dtype, geometry, q_len, layout, lengths)
+
+
+@cache
+def type_errors(text: str) -> str:
+    """Of a text that a test runs; "" where the check is missing (test_types is skipped there)."""
+    return msl.type_check(text) if find_spec("ziglang") else ""
+
+
+def decode(case: Case, plan: Plan, mode: str = "fast", **options: Any) -> Decoded:
+    """The decode, and its texts pass the type check."""
+    done = front_door.decode(case, plan, mode, **options)
+    for launch in done.launches:
+        assert not type_errors(launch.text)
+    return done
 
 
 # Between them: every tile, dtype, geometry and layout; empty, one-token and one-piece sequences;
@@ -83,7 +101,10 @@ CASES: dict[str, tuple[Shape, Plan, dict[str, Any]]] = {
     "r16t8": (ragged((75, 20), 9, HALF, G512_0), split("r16t8"), {"block_size": 40}),
     "r16t32": (ragged((150, 20), 16), split("r16t32"), {"block_size": 64}),
     "r16t8f": (ragged((75, 20), 9, BFLOAT, G256_32), split("r16t8f"), {}),
+    "r16t8f-512": (ragged((75, 20), 9, BFLOAT), split("r16t8f"), {"block_size": 8}),
+    "r16t8-float32": (ragged((75, 20), 5, FLOAT, q_len=3), split("r16t8"), {"block_size": 8}),
     "r24t8": (ragged((75, 20, 2), 3, q_len=8), single("r24t8"), {}),
+    "r24t8-bfloat16": (ragged((75, 20, 2), 7, BFLOAT, q_len=4), split("r24t8"), {}),
     "eight sequences": (ragged((20, 9, 8, 7, 0, 1, 30, 16), 10), single("r16t16"), {}),
 }
 
@@ -129,8 +150,20 @@ def test_checked(name: str) -> None:
 def test_types(name: str) -> None:
     pytest.importorskip("ziglang", reason="the type check needs zig's clang: pip install ziglang")
     shape, plan, options = CASES[name]
-    for launch in decode(make_case(shape, **options), plan, "dry").launches:
-        assert msl.type_check(launch.text) == ""
+    decode(make_case(shape, **options), plan, "dry")
+
+
+@pytest.mark.parametrize("tile", ["r16t16", "v4t8"])
+@pytest.mark.parametrize("layout", ["paged", "dense"])
+def test_types_of_short_and_long_inputs(tile: str, layout: str) -> None:
+    """Inputs of fewer than 8 numbers arrive in constant memory."""
+    pytest.importorskip("ziglang", reason="the type check needs zig's clang: pip install ziglang")
+    for batch, context in ((1, 70), (1, 600), (8, 70)):
+        case = make_case(Shape(context, batch, 4, HALF, layout=layout))
+        if isinstance(case.cache, PagedCache):
+            table = case.cache.block_tables[:, : context // 32 + 1]
+            case = replace(case, cache=replace(case.cache, block_tables=table))
+        decode(case, split(tile), "dry")
 
 
 # --- many shapes, one text a tile -----------------------------------------------------------------
@@ -186,94 +219,37 @@ def test_a_sequence_may_be_shorter_than_its_queries(tile: str) -> None:
     assert np.isneginf(np.asarray(done.lse)[1, :, :3]).all()
 
 
-# --- what a cache may look like -------------------------------------------------------------------
+# --- softmax weights ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", ["r16t16", "v4t8"])
-@pytest.mark.parametrize("partitions", [1, 2])
-def test_a_block_that_does_not_exist_gives_nan(tile: str, partitions: int) -> None:
-    """On a GPU no one can raise, and following the id would read any memory."""
-    case = make_case(ragged((100, 60, 75), 4), block_size=16)
-    assert isinstance(case.cache, PagedCache)
-    blocks = case.cache.latent.shape[0]
-    plan = split(tile, 2) if partitions == 2 else single(tile)
-    for wild in (blocks, -1, 2147480000):
-        table = np.array(case.cache.block_tables)
-        table[1, 2] = wild
-        broken = replace(case, cache=replace(case.cache, block_tables=mx.array(table)))
-        done = decode(broken, plan, "check")
-        out, lse = np.asarray(done.out), np.asarray(done.lse)
-        assert np.isnan(out[1]).all()
-        assert np.isnan(lse[1]).all()
-        assert np.isfinite(out[[0, 2]]).all()
-        assert np.isfinite(lse[[0, 2]]).all()
-
-
-@pytest.mark.parametrize("tile", ["r16t16", "v4t8"])
-def test_memory_in_another_order_is_not_read(tile: str) -> None:
-    """Lanes load 16 bytes of a token at once: a transposed cache answers NaN, never nonsense."""
-    case = make_case(ragged((70, 64), 4, layout="dense"))
-    assert isinstance(case.cache, DenseCache)
-    transposed = mx.contiguous(case.cache.latent.swapaxes(2, 3)).swapaxes(2, 3)
-    broken = replace(case, cache=replace(case.cache, latent=transposed))
-    done = decode(broken, single(tile), "check")
-    assert np.isnan(np.asarray(done.out)).all()
-    assert np.isnan(np.asarray(done.lse)).all()
-
-
-@pytest.mark.parametrize("tile", ["r16t16", "v4t8"])
-def test_strides_are_followed(tile: str) -> None:
-    """Queries of any order, a slice of a wider table, rope numbers behind the latent ones."""
-    case = make_case(ragged((70, 64), 4, q_len=2))
-    assert isinstance(case.cache, PagedCache)
-    assert case.q_pe is not None
-    table = case.cache.block_tables
-    wide = mx.full((2, 2 * table.shape[1] + 1), 7, mx.int32)
-    wide[:, 1::2] = table
-    right(
-        replace(
-            case,
-            q_nope=mx.contiguous(case.q_nope.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2),
-            q_pe=mx.contiguous(case.q_pe.swapaxes(1, 2)).swapaxes(1, 2),
-            cache=replace(case.cache, block_tables=wide[:, 1::2]),
-        ),
-        split(tile),
-        "check",
-    )
-    case = make_case(ragged((70, 64), 4, layout="dense"))
-    assert isinstance(case.cache, DenseCache)
-    assert case.cache.k_pe is not None
-    both = mx.concatenate([case.cache.latent, case.cache.k_pe], axis=-1)
-    cache = replace(case.cache, latent=both[..., :512], k_pe=both[..., 512:])
-    right(replace(case, cache=cache), split(tile), "check")
-
-
-@pytest.mark.parametrize("tile", ["r8t16", "v1t8"])
-def test_a_single_slice_may_have_any_stride(tile: str) -> None:
-    case = make_case(Shape(70, 1, 1, HALF, layout="dense"))
-    assert isinstance(case.cache, DenseCache)
-    assert case.cache.k_pe is not None
-    # A new axis has stride 1, which no load of 16 bytes would fit.
-    latent, k_pe = (x[0, 0][None, None] for x in (case.cache.latent, case.cache.k_pe))
-    right(replace(case, cache=replace(case.cache, latent=latent, k_pe=k_pe)), single(tile))
-
-
-def small_weights() -> Case:
-    """1023 weights of 1.5 units of the smallest half, which would round to 2; and one of 1."""
-    shape, weight = Shape(1024, 1, 8, HALF), 1.5 * 2.0**-24
-    tokens = np.zeros((32, 32, 576), np.float16)
-    tokens[..., :512] = 1.0  # what small weights point to
-    tokens[0, 0, :512] = 2.0**-6  # what the large one does
+def one_large_weight(dtype: str, weight: float, value: float) -> Case:
+    """A token of weight 1 that points to `value`, and 1023 of `weight` that point to 1."""
+    tokens = np.zeros((32, 32, 576), np.float32)
+    tokens[..., :512] = 1.0
+    tokens[0, 0, :512] = value
     tokens[0, 0, 512] = 1.0  # the only score
-    q_pe = np.zeros((1, 8, 1, 64), np.float16)
-    q_pe[..., 0] = -np.log(weight) / SCALE
-    cache = PagedCache(mx.array(tokens), mx.arange(32, dtype=mx.int32)[None], (1024,))
-    return Case(shape, mx.zeros((1, 8, 1, 512), mx.float16), mx.array(q_pe), cache, SCALE)
+    q_pe = np.zeros((1, 8, 1, 64), np.float32)
+    q_pe[..., 0] = 1.0
+    latent, q_pe, q_nope = (
+        mx.array(x).astype(getattr(mx, dtype)) for x in (tokens, q_pe, np.zeros((1, 8, 1, 512)))
+    )
+    cache = PagedCache(latent, mx.arange(32, dtype=mx.int32)[None], (1024,))
+    return Case(Shape(1024, 1, 8, dtype), q_nope, q_pe, cache, -float(np.log(weight)))
+
+
+SMALL = 1.5 * 2.0**-24  # 1.5 units of the smallest half, which would round to 2
+UNEVEN = 0.5 + 0.95 * 2.0**-9  # bfloat16 would take it for 0.5
 
 
 def test_small_weights_of_many_tokens_count() -> None:
-    done = right(small_weights(), single("r8t32"))
+    done = right(one_large_weight(HALF, SMALL, 2.0**-6), single("r8t32"))
     assert 1.005 < float(done.out[0, 0, 0, 0]) * 2**6 < 1.007
+    right(one_large_weight(BFLOAT, SMALL, 2.0**-8), single("r8t16f"))
+
+
+def test_weights_are_not_rounded_to_bfloat16() -> None:
+    done = right(one_large_weight(BFLOAT, UNEVEN, 1.0), single("r16t16"))
+    assert float(done.out[0, 0, 0, 0]) == 1.0
 
 
 # --- 64-bit offsets -------------------------------------------------------------------------------
@@ -292,7 +268,8 @@ def test_offsets_beyond_32_bits() -> None:
       Span span;
       span.q_len = 8;
       found[4] = query_offset(span, id[0], strides);
-      found[5] = thread_position_in_grid.x;
+      found[5] = own_rows(base, uint3(0, id[0], 63), 64, 1024, 512) - base;
+      found[6] = thread_position_in_grid.x;
     """
     strides = [2**33, 2**31 + 8, 2**30, 1]
     with msl.emulated("fast"):
@@ -310,14 +287,42 @@ def test_offsets_beyond_32_bits() -> None:
                 mx.array([2000, 16, 2, 512], mx.int32),
                 mx.array(strides, mx.int64),
             ],
-            output_shapes=[(6,)],
+            output_shapes=[(7,)],
             output_dtypes=[mx.int64],
             grid=(1, 1, 1),
             threadgroup=(1, 1, 1),
         )
     outer, middle = strides[:2]
     paged = [1000 * outer + 70 * middle, 70 * outer + 1000 * middle]
-    assert found.tolist() == [1000 * outer, 1000 * outer, *paged, 125 * middle, 0]
+    rows = (1000 * 64 + 63) * 1024 * 512
+    assert found.tolist() == [1000 * outer, 1000 * outer, *paged, 125 * middle, rows, 0]
+
+
+def test_offsets_of_the_merge_beyond_32_bits() -> None:
+    """Its own statement, in a launch that is too large for a test."""
+    body = text((), "metal/reduce.body.metal").body
+    (statement,) = re.findall(r"const long row=[^;]*first=[^;]*;", body)
+    with msl.emulated("fast"):
+        kernel = mx.fast.metal_kernel(
+            name="offsets",
+            input_names=["y"],
+            output_names=["found"],
+            source=f"""
+              const uint3 group = uint3(5, y, 0);
+              const int rows = 1024, pieces = 64;
+              {statement}
+              found[0] = row;
+              found[1] = first;
+            """,
+        )
+        (found,) = kernel(
+            inputs=[mx.array(2**22, mx.int32)],
+            output_shapes=[(2,)],
+            output_dtypes=[mx.int64],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+        )
+    assert found.tolist() == [2**32 + 5, 2**38 + 5]
 
 
 @pytest.mark.slow

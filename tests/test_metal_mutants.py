@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -16,7 +17,19 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_metal_kernels import ragged, small_weights
+from test_metal_kernels import (
+    BFLOAT,
+    FLOAT,
+    G256,
+    G256_32,
+    G512,
+    HALF,
+    SMALL,
+    UNEVEN,
+    one_large_weight,
+    ragged,
+)
+from test_metal_memory import UNREADABLE, queries_last, unreadable
 
 from mla_tuner.backends.shaders import minified
 from mla_tuner.caches import PagedCache
@@ -33,6 +46,7 @@ pytestmark = [
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 UNORDERED = "race|uninitialised"  # what the checked mode says of memory that no barrier orders
 OUTSIDE = "out of bounds|race"  # or it meets what another threadgroup wrote
+UNALIGNED = "a vector that is not aligned"
 WRONG = ""  # nothing is reported, but the numbers are wrong
 
 
@@ -44,10 +58,21 @@ class Mutant(NamedTuple):
     case: str = "paged"
 
 
+SHORT = "span.rows - span.first_row <= Short::ROWS"  # left out elsewhere: builds take half as long
+START = "ulong(memory) % (step * sizeof(T)) == 0 &&"
+K_PE_READABLE = "in_steps<TOKEN>(k_pe, shape, pe_strides, 2)"
+
+
+def barriers_of_the_matrix_kernel(case: str = "paged") -> list[Mutant]:
+    return [
+        Mutant("barrier A", f"{BARRIER} softmax(shared", "softmax(shared", UNORDERED, case),
+        Mutant("barrier B", f"{BARRIER} add_values(o, k", "add_values(o, k", UNORDERED, case),
+        Mutant("barrier C", f"{BARRIER} store<Tile>(", "store<Tile>(", UNORDERED, case),
+    ]
+
+
 MATRIX = [
-    Mutant("barrier A", f"{BARRIER} softmax(shared", "softmax(shared", UNORDERED),
-    Mutant("barrier B", f"{BARRIER} add_values(o, k", "add_values(o, k", UNORDERED),
-    Mutant("barrier C", f"{BARRIER} store<Tile>(", "store<Tile>(", UNORDERED),
+    *barriers_of_the_matrix_kernel(),
     Mutant("tail is read", "there = known && w.token + row < end", "there = known"),
     Mutant("tail is not zero", "known ? 0u : ~0u", "~0u"),
     Mutant("table is read past its end", "if (w.token < end) {", "if (true) {", OUTSIDE, "full"),
@@ -106,11 +131,11 @@ MATRIX = [
         WRONG,
         "small",
     ),
-    Mutant("half a tile", "span.rows - span.first_row <= Short::ROWS", "true"),
+    Mutant("half a tile", SHORT, "true"),
     Mutant(
         "place of a piece",
-        "(long(group.y) * pieces + group.z) * span.rows",
-        "(long(group.z) * pieces + group.y) * span.rows",
+        "(long(group.y) * pieces + group.z) * rows",
+        "(long(group.z) * pieces + group.y) * rows",
         OUTSIDE,
     ),
     # In common.metal.
@@ -147,7 +172,20 @@ MATRIX = [
     Mutant("token of a block", "+ token * cache.latent_token", ""),
     Mutant("rope block of a token", "block * cache.pe_block + token", "token"),
     Mutant("next block", "w.block++;", ""),
-    Mutant("order of memory", "latent_fits && pe_fits ? (", "true ? (", WRONG, "transposed"),
+    Mutant(
+        "order of the latent",
+        "strides[TOKEN + 1] == 1",
+        "true",
+        WRONG,
+        "every other number, latent",
+    ),
+    Mutant("order of rope numbers", f"&& {K_PE_READABLE}", "", WRONG, "k_pe transposed"),
+    Mutant("start of the latent", START, "", UNALIGNED, "latent from number 1"),
+    Mutant("start of k_pe", START, "", UNALIGNED, "k_pe from number 1"),
+    Mutant("step of tokens", "strides[TOKEN] % step == 0", "true", WRONG, "latent in rows of 516"),
+    Mutant("step of sequences", "strides[0] % step == 0", "true", WRONG, "latents 4 numbers apart"),
+    Mutant("stride of queries", "nope[dim * nope_step]", "nope[dim]", WRONG, "queries"),
+    Mutant("stride of rope queries", "rope[dim * pe_step]", "rope[dim]", WRONG, "queries"),
     Mutant("LSE of a piece without tokens", "lse[row] = -INFINITY;", ""),
     Mutant("output without tokens", "out[i] = Out(0.0f);", "", WRONG, "single"),
     Mutant("LSE in log2", "(largest + log2(sum)) * M_LN2_F", "(largest + log2(sum))"),
@@ -176,6 +214,14 @@ VECTOR = [
     ),
     Mutant("an unknown block is left out", "weight = NAN;", "", WRONG, "wild"),
     Mutant("no mask", "w.token + pair % STEP < limit ? score : -INFINITY", "score"),
+    Mutant("stride of queries", "+ dim * nope_strides[3]", "+ dim", WRONG, "queries"),
+    Mutant(
+        "stride of rope queries", "(dim - RANK) * pe_strides[3]", "(dim - RANK)", WRONG, "queries"
+    ),
+    Mutant(
+        "rope numbers are not looked at", f"&& {K_PE_READABLE}", "", WRONG, "k_pe in rows of 65"
+    ),
+    Mutant("start of the latent", START, "", UNALIGNED, "latent from number 1"),
     Mutant("scale of queries", "queries[i] = value * span.scale", "queries[i] = value"),
     Mutant(
         "queries past the last row",
@@ -229,21 +275,96 @@ REDUCE = [
 ]
 
 TILE = {"matrix": "r16t16", "vector": "v4t8", "reduce": "v4t8"}
+
+# Cases for other tiles, dtypes and geometries, and mutants of what is special there.
+OTHER_TILES = {
+    "ahead": ("r16t16a", HALF, G512),
+    "operands in float": ("r8t16f", BFLOAT, G512),
+    "float32": ("r16t8", FLOAT, G512),
+    "rank 256": ("r16t16", HALF, G256),
+    "rank 256, vector": ("v2t8", BFLOAT, G256_32),
+}
+LARGE_WEIGHTS = {  # tile; arguments of one_large_weight
+    "small": ("r8t32", HALF, SMALL, 2.0**-6),
+    "small, float": ("r8t16f", BFLOAT, SMALL, 2.0**-8),
+    "uneven": ("r16t16", BFLOAT, UNEVEN, 1.0),
+}
+NEXT = "if (AHEAD) { load_tokens<Tile, PAGED>(next, cache, table, w, span.end, lane); }"
+SHARES = Mutant("shares of scores", "g < Tile::SIMDS; g++", "g < Tile::SIMDS - 1; g++")
+MATRIX_ELSEWHERE = [
+    *barriers_of_the_matrix_kernel("ahead")[:2],
+    Mutant("first tokens", f"{NEXT} for (int token", "for (int token", WRONG, "ahead"),
+    Mutant("next tokens", f"{NEXT} {BARRIER}", BARRIER, WRONG, "ahead"),
+    Mutant(
+        "rope numbers of the next tokens",
+        "i < Tile::TILES; i++) { k[j][i] = next",
+        "i < Tile::RANK_TILES; i++) { k[j][i] = next",
+        WRONG,
+        "ahead",
+    ),
+    *barriers_of_the_matrix_kernel("operands in float")[1:2],
+    Mutant(
+        "bfloat16 numbers of a load",
+        "as_type<bfloat2>(raw[i])",
+        "as_type<bfloat2>(raw[0])",
+        WRONG,
+        "operands in float",
+    ),
+    Mutant(
+        "weights in half", "typedef float Stored;", "typedef half Stored;", WRONG, "small, float"
+    ),
+    Mutant(
+        "weights in bfloat16",
+        "typedef half Stored; typedef float Used;",
+        "typedef bfloat Stored; typedef float Used;",
+        WRONG,
+        "uneven",
+    ),
+    *barriers_of_the_matrix_kernel("float32")[1:2],
+    SHARES._replace(case="float32"),
+    Mutant(
+        "float32 numbers of a load",
+        "as_type<float>(raw[2 * i + 1])",
+        "as_type<float>(raw[2 * i])",
+        WRONG,
+        "float32",
+    ),
+    *barriers_of_the_matrix_kernel("rank 256")[:1],
+    SHARES._replace(case="rank 256"),
+]
+VECTOR_ELSEWHERE = [
+    Mutant(
+        "a stream left out",
+        "i < STREAMS; i++) { sum +=",
+        "i < STREAMS - 1; i++) { sum +=",
+        WRONG,
+        "rank 256, vector",
+    ),
+]
 ALL = [
-    pytest.param(kernel, mutant, id=f"{kernel}: {mutant.name}")
-    for kernel, mutants in (("matrix", MATRIX), ("vector", VECTOR), ("reduce", REDUCE))
+    pytest.param(kernel, mutant, id=f"{kernel}, {mutant.case}: {mutant.name}")
+    for kernel, mutants in (
+        ("matrix", MATRIX + MATRIX_ELSEWHERE),
+        ("vector", VECTOR + VECTOR_ELSEWHERE),
+        ("reduce", REDUCE),
+    )
     for mutant in mutants
 ]
+WHOLE = sorted({(kernel, mutant.case) for kernel, mutant in (p.values for p in ALL)})
 
 
 @cache
 def case_of(name: str) -> Case:
     """Small, and between them with all that a mutant may be careless about."""
     lengths = (162, 20, 3, 0)  # the last tokens are masked for some queries
-    if name == "small":
-        return small_weights()
-    if name in ("paged", "single"):
-        return make_case(ragged(lengths, 5, q_len=4), block_size=16, logit_scale=2.0)
+    if name in LARGE_WEIGHTS:
+        return one_large_weight(*LARGE_WEIGHTS[name][1:])
+    if name in OTHER_TILES:
+        _, dtype, geometry = OTHER_TILES[name]
+        return make_case(ragged(lengths, 5, dtype, geometry, 4), block_size=16)
+    if name in ("paged", "single", "queries"):
+        case = make_case(ragged(lengths, 5, q_len=4), block_size=16, logit_scale=2.0)
+        return queries_last(case) if name == "queries" else case
     if name == "full":  # the last sequence fills the table, and the table its memory
         case = make_case(ragged((24, 136), 16), block_size=8)
         table = mx.contiguous(_paged(case).block_tables[:, :17])
@@ -254,11 +375,8 @@ def case_of(name: str) -> Case:
         table[1, 1] = len(table[0]) + 1000
         return replace(case, cache=replace(_paged(case), block_tables=mx.array(table)))
     shape = ragged((20, 149), 5, layout="dense")
-    case = make_case(shape, starts=(5, 2), poison=name == "dense")
-    if name == "transposed":
-        latent = mx.contiguous(case.cache.latent.swapaxes(2, 3)).swapaxes(2, 3)
-        return replace(case, cache=replace(case.cache, latent=latent))
-    return case
+    case = make_case(shape, starts=(5, 3), poison=name == "dense")
+    return unreadable(case, name) if name in UNREADABLE else case
 
 
 def _paged(case: Case) -> PagedCache:
@@ -267,18 +385,24 @@ def _paged(case: Case) -> PagedCache:
 
 
 def plan_of(kernel: str, name: str) -> Plan:
-    tile = "r8t32" if name == "small" else TILE[kernel]
-    return Plan("single", 1, tile) if name in ("single", "small") else Plan("split", 3, tile)
+    tile, *_ = {**LARGE_WEIGHTS, **OTHER_TILES}.get(name, (TILE[kernel],))
+    single = name == "single" or name in LARGE_WEIGHTS
+    return Plan("single", 1, tile) if single else Plan("split", 3, tile)
+
+
+def replaced(text: str, old: str, new: str) -> str:
+    old, new = minified(old), minified(new)
+    assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
+    return text.replace(old, new)
 
 
 def breaking(kernel: str, mutant: Mutant) -> Callable[[str], str]:
-    old, new = minified(mutant.old), minified(mutant.new)
-
     def edit(text: str) -> str:
         if f"custom_kernel_mla_{kernel}_" not in text:
             return text
-        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
-        return text.replace(old, new)
+        text = replaced(text, mutant.old, mutant.new)
+        whole = kernel != "matrix" or mutant.old == SHORT
+        return text if whole else replaced(text, f"if (ROW_BLOCKS > 1 && {SHORT})", "if (false)")
 
     return edit
 
@@ -292,21 +416,24 @@ def run(kernel: str, mutant: Mutant, mode: str = "") -> Decoded:
 
 @pytest.fixture(scope="module", autouse=True)
 def texts() -> None:
-    """Compiles all mutants on all cores."""
+    """Compiles all mutants, and what they were made of, on all cores."""
     wanted: dict[str, set[str]] = {"check": set(), "fast": set()}
+    for kernel, name in WHOLE:
+        launches = decode(case_of(name), plan_of(kernel, name), "dry").launches
+        wanted["fast"] |= {launch.text for launch in launches}
     for kernel, mutant, *_ in (parameters.values for parameters in ALL):
         with suppress(AssertionError):  # of a mutant that lost its place: its own test will say so
             launches = run(kernel, mutant, "dry").launches
             wanted["check" if mutant.seen else "fast"] |= {launch.text for launch in launches}
-    for mode, found in wanted.items():
-        msl.prepare(found, mode)
+    with ThreadPoolExecutor() as pool:  # each mode first builds a runtime, on one core
+        list(pool.map(msl.prepare, wanted.values(), wanted))
 
 
 def verdict(name: str, done: Decoded, plan: Plan) -> str:
     """What is wrong with the answer; "" if nothing is."""
     case = case_of(name)
-    if name == "transposed":
-        return "" if np.isnan(np.asarray(done.out)).all() else "a transposed cache was read"
+    if name in UNREADABLE:
+        return "" if np.isnan(np.asarray(done.out)).all() else "memory out of steps was read"
     if name == "wild":
         out, lse = np.asarray(done.out), np.asarray(done.lse)
         nan = np.isnan(out[1]).all() and np.isnan(lse[1]).all() and np.isfinite(out[0]).all()
@@ -327,10 +454,7 @@ def test_a_break_is_seen(kernel: str, mutant: Mutant) -> None:
     assert verdict(mutant.case, done, plan_of(kernel, mutant.case))
 
 
-@pytest.mark.parametrize("kernel", ["matrix", "vector"])
-@pytest.mark.parametrize(
-    "name", ["paged", "single", "full", "wild", "dense", "transposed", "small"]
-)
+@pytest.mark.parametrize(("kernel", "name"), WHOLE)
 def test_whole_kernels_are_right(kernel: str, name: str) -> None:
     """Else the verdicts above would mean nothing."""
     plan = plan_of(kernel, name)

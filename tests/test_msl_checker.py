@@ -375,6 +375,7 @@ def test_the_same_kernel_again_is_not_built_again(monkeypatch: pytest.MonkeyPatc
     text = SIGNATURE + "out[0] = 0;}"
     first = msl.build(text).path
     msl.library.build.cache_clear()
+    msl.library.for_emulator.cache_clear()
     monkeypatch.setenv("PATH", "")  # no g++ any more
     with pytest.raises(FileNotFoundError, match="expected g"):
         msl.build(text)

@@ -252,6 +252,33 @@ def test_strided_inputs_are_passed_where_they_lie() -> None:
     assert not np.shares_memory(copy, np.asarray(long))
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_a_slice_starts_where_it_would_in_a_buffer_of_metal(dtype: mx.Dtype) -> None:
+    """A buffer starts at a multiple of 16 bytes there, on a CPU behind a header of 8."""
+    wide = mx.zeros(4096, dtype)
+    mx.eval(wide)
+    with msl.emulated():
+        for start in (0, 1, 3, 4, 8, 21):
+            found = double(wide[start:], "y[i] = float(ulong(x) % 16);", output_dtypes=[mx.float32])
+            assert found.tolist()[:2] == [start * dtype.size % 16] * 2
+
+
+def test_all_buffers_of_a_cpu_start_alike() -> None:
+    fresh = [mx.full(size, 1.0) for size in (1, 5, 100, 4096, 10**6)]
+    fresh += [mx.array(np.ones(size, np.float16)) for size in (1, 7, 1000)]
+    starts = {stand_in.memory_of(array).ctypes.data % 16 for array in fresh}
+    assert starts == {stand_in._buffer_start()}
+
+
+def test_a_load_from_a_slice_that_is_not_aligned_is_reported() -> None:
+    load = "y[i] = (*(const device float4*)(x + 4 * i)).x;"
+    wide = mx.arange(64, dtype=mx.float32)
+    with msl.emulated("check"):
+        assert double(wide[4:20], load, grid=(4, 1, 1)).tolist()[:4] == [4, 8, 12, 16]
+        with pytest.raises(msl.EmulationError, match="a vector that is not aligned"):
+            double(wide[5:21], load, grid=(4, 1, 1))
+
+
 def test_a_reversed_input_is_refused() -> None:
     with msl.emulated(), pytest.raises(ValueError, match="got a reversed one"):
         double(X[::-1], ensure_row_contiguous=False)

@@ -60,8 +60,13 @@ METAL_FUNC long pe_offset(Cache<T> cache, int block, int token) {
   return block * cache.pe_block + token * cache.pe_token;
 }
 
-METAL_FUNC bool in_steps(int size, long stride, int step) {  // a single slice has any stride
-  return size == 1 || stride % step == 0;
+// Whether lanes may load `step` elements of a token at once. A single slice has any stride.
+template <int TOKEN, typename T>  // TOKEN: dimension of tokens
+METAL_FUNC bool in_steps(const device T* memory, const constant int* shape,
+                         const constant int64_t* strides, int step) {
+  return ulong(memory) % (step * sizeof(T)) == 0 && strides[TOKEN + 1] == 1 &&
+         (shape[0] == 1 || strides[0] % step == 0) &&
+         (shape[TOKEN] == 1 || strides[TOKEN] % step == 0);
 }
 
 // paged: latent [blocks, block_size, rank + rope], and k_pe is the same array.
@@ -70,7 +75,7 @@ template <bool PAGED, typename T>
 METAL_FUNC Cache<T> cache_of(int sequence, int rank, const device T* latent,
                              const constant int* shape, const constant int64_t* strides,
                              const device T* k_pe, const constant int64_t* pe_strides) {
-  constexpr int TOKEN = PAGED ? 1 : 2;  // dimension of tokens
+  constexpr int TOKEN = PAGED ? 1 : 2;
   Cache<T> cache;
   cache.latent_block = strides[0];
   cache.latent_token = strides[TOKEN];
@@ -79,14 +84,10 @@ METAL_FUNC Cache<T> cache_of(int sequence, int rank, const device T* latent,
   cache.latent = latent + (PAGED ? 0 : sequence * strides[0]);
   cache.pe = k_pe + (PAGED ? rank : sequence * pe_strides[0]);
   cache.block_size = PAGED ? shape[1] : 0x7fffffff;
-  // Lanes load 16 bytes of a token at once, and 2 rope numbers: memory in another order isn't read.
-  constexpr int V = 16 / sizeof(T);
-  const int outer = shape[0], tokens = shape[TOKEN];
-  const bool latent_fits = strides[TOKEN + 1] == 1 && in_steps(outer, strides[0], V) &&
-                           in_steps(tokens, strides[TOKEN], V);
-  const bool pe_fits = pe_strides[TOKEN + 1] == 1 && in_steps(outer, pe_strides[0], 2) &&
-                       in_steps(tokens, pe_strides[TOKEN], 2);
-  cache.blocks = latent_fits && pe_fits ? (PAGED ? outer : 1) : 0;
+  // Lanes load 16 bytes of a token at once, and 2 rope numbers: what lies otherwise isn't read.
+  const bool readable = in_steps<TOKEN>(latent, shape, strides, 16 / sizeof(T)) &&
+                        in_steps<TOKEN>(k_pe, shape, pe_strides, 2);
+  cache.blocks = readable ? (PAGED ? shape[0] : 1) : 0;
   return cache;
 }
 
@@ -118,6 +119,12 @@ METAL_FUNC void walk(thread Walk& w, int tokens, int block_size) {
     w.inside -= block_size;
     w.block++;
   }
+}
+
+// Where a threadgroup's numbers begin in an output [batch, pieces, rows, width].
+template <typename Out>
+METAL_FUNC device Out* own_rows(device Out* out, uint3 group, uint pieces, int rows, int width) {
+  return out + (long(group.y) * pieces + group.z) * rows * width;
 }
 
 // A piece without tokens. No one reads the output of a piece whose LSE is -inf.

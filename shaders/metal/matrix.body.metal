@@ -11,7 +11,6 @@
   Cache<T> cache = cache_of<PAGED>(group.y, RANK, latent, latent_shape, latent_strides, k_pe,
                                    k_pe_strides);
   cache.column = PAGED ? block_table_strides[1] : 0;
-  const long first = (long(group.y) * pieces + group.z) * span.rows;
 #define MLA_TILE(TILE)                                                                          \
   Shared<TILE> shared;                                                                          \
   shared.score = score;                                                                         \
@@ -21,7 +20,8 @@
   matrix_tile<TILE, PAGED, AHEAD>(                                                              \
       q_nope + group.y * q_nope_strides[0], q_nope_strides, q_pe + group.y * q_pe_strides[0],   \
       q_pe_strides, cache, block_table + (PAGED ? group.y * block_table_strides[0] : 0), span,  \
-      out + first * RANK, lse + first, shared, simdgroup_index_in_threadgroup,                  \
+      own_rows(out, group, pieces, span.rows, RANK),                                            \
+      own_rows(lse, group, pieces, span.rows, 1), shared, simdgroup_index_in_threadgroup,       \
       thread_index_in_simdgroup)
   if (ROW_BLOCKS > 1 && span.rows - span.first_row <= Short::ROWS) {
     MLA_TILE(Short);

@@ -8,9 +8,9 @@
   Cache<T> cache = cache_of<PAGED>(group.y, RANK, latent, latent_shape, latent_strides, k_pe,
                                    k_pe_strides);
   cache.column = PAGED ? block_table_strides[1] : 0;
-  const long first = (long(group.y) * pieces + group.z) * span.rows;
   vector_tile<RANK, ROPE, SIMDS, GROUPS, ROWS, STEP, PAGED>(
       q_nope + group.y * q_nope_strides[0], q_nope_strides, q_pe + group.y * q_pe_strides[0],
       q_pe_strides, cache, block_table + (PAGED ? group.y * block_table_strides[0] : 0), span,
-      out + first * RANK, lse + first, (threadgroup float*)shared, tops, weights,
-      simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+      own_rows(out, group, pieces, span.rows, RANK), own_rows(lse, group, pieces, span.rows, 1),
+      (threadgroup float*)shared, tops, weights, simdgroup_index_in_threadgroup,
+      thread_index_in_simdgroup);

@@ -96,7 +96,7 @@ def row(counted: Counted) -> str:
     latent = counted.latent_read / counted.shape.context
     matrix = isinstance(TILES[counted.tile], Matrix)
     cells = [
-        f"`{counted.tile}`",
+        f"`{counted.tile}`" + (", float32" if counted.shape.dtype == "float32" else ""),
         f"{heads}",
         f"{latent:.0f} B, {latent / least:.3g} x",
         f"{counted.read / counted.least_read:.3f}",
@@ -134,6 +134,8 @@ def main() -> None:
             dtype = "bfloat16" if name.endswith("f") else "float16"
             if fits:
                 print(row(count(name, heads, context, dtype)), flush=True)
+            if heads == 16 and name == "r16t8":  # what float32 gets for more than 8 rows
+                print(row(count(name, heads, context, "float32")), flush=True)
         if heads >= 16 and heads != 24:
             print(published(heads))
 

@@ -63,6 +63,7 @@ class _Buffer(ctypes.Structure):  # msl::Buffer
         ("data", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
         ("writable", ctypes.c_uint64),
+        ("past", ctypes.c_uint64),
     ]
 
 
@@ -91,20 +92,24 @@ class Library:
         threads: Triple,
         group_size: Triple,
         shuffle: int | None = None,
+        starts: Sequence[int] = (),
     ) -> Counts | None:
         """Runs a grid of `threads`; returns what a checked build counts.
 
         `buffers`: one array a buffer index. What the kernel may write is written in place, and must
         be contiguous; other arrays are passed as they lie in memory, first element to last.
-        `shuffle` seeds another legal order of the threads. Raises EmulationError for what the
-        kernel does wrong, ValueError for a launch that Metal would refuse.
+        `shuffle` seeds another legal order of the threads. `starts`: bytes by which each buffer
+        starts behind a multiple of 16; none does by default, as with buffers that Metal allocates.
+        Raises EmulationError for what the kernel does wrong, ValueError for a launch that Metal
+        would refuse.
         """
         self._check(buffers, threads, group_size)
         launch = _Launch(threads=threads, group_size=group_size)
-        for index, array in enumerate(buffers):
+        pasts = starts or [0] * len(buffers)
+        for index, (array, past) in enumerate(zip(buffers, pasts, strict=True)):
             # numpy's address of an empty array may be anything: no byte of it is read.
             launch.buffers[index] = _Buffer(
-                array.ctypes.data, span_bytes(array), not self.buffers[index].read_only
+                array.ctypes.data, span_bytes(array), not self.buffers[index].read_only, past
             )
         seed = ctypes.c_uint64(0 if shuffle is None else shuffle + 1)
         if self._library.msl_launch(ctypes.byref(launch), cores(), seed):

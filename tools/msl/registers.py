@@ -42,7 +42,7 @@ def main() -> int:
     print("| tile | dtype | live in the loop | free | least without spilling | spilled at 96 |")
     print("|---|---|---|---|---|---|")
     for name, tile in TILES.items():
-        for dtype in ("float16", "bfloat16"):
+        for dtype in ("float16", "bfloat16", "float32"):
             if tile.refusal(DEEPSEEK, dtype) is None:
                 print(row(name, dtype), flush=True)
     return 0

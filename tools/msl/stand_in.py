@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -123,14 +124,20 @@ class MetalKernel:
                 output[...] = 0
         else:
             buffers = [_content(argument, memory) for argument in made.arguments]
-            counts = self._run(text, buffers, grid, threadgroup)
+            starts = [_start(argument, memory) for argument in made.arguments]
+            counts = self._run(text, buffers, starts, grid, threadgroup)
         self.launches.append(
             Launch(self.kernel.name, text, given, grid, threadgroup, memory, counts)
         )
         return [_as_mx(array, dtype) for array, dtype in zip(outputs, output_dtypes, strict=True)]
 
     def _run(
-        self, text: str, buffers: list[Array], grid: Triple, threadgroup: Triple
+        self,
+        text: str,
+        buffers: list[Array],
+        starts: list[int],
+        grid: Triple,
+        threadgroup: Triple,
     ) -> Counts | None:
         threads, limit = threadgroup[0] * threadgroup[1] * threadgroup[2], self.options.thread_limit
         if threads > limit:  # as asked for: MLX looks before it cuts the threadgroup to the grid
@@ -143,7 +150,8 @@ class MetalKernel:
             min(threadgroup[2], grid[2]),
         )
         try:
-            return build(text, self.options.mode).run(buffers, grid, size, self.options.shuffle)
+            kernel = build(text, self.options.mode)
+            return kernel.run(buffers, grid, size, self.options.shuffle, starts)
         except EmulationError as error:
             raise EmulationError(f"{self.kernel.name}: {error}") from None
 
@@ -198,3 +206,20 @@ def _content(argument: Argument, memory: dict[str, Array]) -> Array:
     if argument.role == "ndim":
         return np.array(array.ndim, np.int32)
     return array
+
+
+def _start(argument: Argument, memory: dict[str, Array]) -> int:
+    """Bytes by which an input would start behind a multiple of 16 if Metal held its buffer.
+
+    A slice of an array starts within a buffer, and Metal's own begin at such a multiple.
+    """
+    array = memory[argument.name]
+    if argument.role != "input" or not array.size:
+        return 0
+    return (array.ctypes.data - _buffer_start()) % 16
+
+
+@cache
+def _buffer_start() -> int:
+    """Address modulo 16 of what MLX allocates on a CPU: one number, a header stands in front."""
+    return memory_of(mx.zeros(64)).ctypes.data % 16

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,6 +121,7 @@ def preprocess(source: str) -> str:
     return done.stdout
 
 
+@cache
 def for_emulator(text: str) -> Translation:
     """What runs on the CPU. `text`: what MLX compiles, without its own utilities."""
     text = laid_out(text)

@@ -28,16 +28,18 @@ unsigned char* map(size_t bytes, int protection) {
   return (unsigned char*)memory;
 }
 
-// Copies a buffer so that it ends (to 16 bytes) at a guard. What remains around it reads as NaN.
+// Copies a buffer so that it ends (to 16 bytes) at a guard, and starts `past` a multiple of 16 bytes. What
+// remains around it reads as NaN.
 struct GuardedCopy {
   unsigned char *mapping, *data;
   size_t mapped;
-  GuardedCopy(const void* from, size_t bytes) {
+  GuardedCopy(const void* from, size_t bytes, size_t past) {
     size_t room = (bytes + 16 + kPage - 1) / kPage * kPage;
     mapped = room + 2 * kDeviceGuard;
     mapping = map(mapped, kGuard);
     mprotect(mapping + kDeviceGuard, room, PROT_READ | PROT_WRITE);
-    data = mapping + kDeviceGuard + (room - bytes) / 16 * 16;
+    data = mapping + kDeviceGuard + room - bytes;
+    data -= (size_t(data) - past) % 16;
     memset(mapping + kDeviceGuard, 0xff, data - mapping - kDeviceGuard);
     memcpy(data, from, bytes);
     memset(data + bytes, 0xff, mapping + kDeviceGuard + room - data - bytes);
@@ -200,7 +202,7 @@ MSL_EXPORT int msl_launch(const msl::Launch* user, int workers, uint64_t shuffle
   std::vector<GuardedCopy> copies;
   for (Buffer& buffer : launch.buffers)
     if (buffer.data) {
-      copies.emplace_back(buffer.data, buffer.bytes);
+      copies.emplace_back(buffer.data, buffer.bytes, buffer.past);
       buffer.data = copies.back().data;
     }
   catch_signals();

@@ -72,6 +72,7 @@ struct Buffer {
   unsigned char* data;
   uint64_t bytes;
   uint64_t writable;
+  uint64_t past;  // a multiple of 16 bytes: how far the kernel sees it start
 };
 
 // Mirrored by library.py.
