@@ -157,7 +157,7 @@ def test_unusable_databases(fake: FakeRunners, tmp_path: Path) -> None:
         ["bench", "--lengths", "5,5", "--contexts", "1k"],
         ["bench", "--lengths", "5,6", "--batches", "2"],
         ["bench", "--partitions", "4", "--paths", "single"],
-        ["bench", "--partitions", "65"],
+        ["bench", "--partitions", "257"],
         ["bench", "--partitions", "1"],
         ["bench", "--paths", "magic"],
         ["--budget", "5m", "plan", "--context", "4k", "--heads", "16"],

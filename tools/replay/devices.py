@@ -268,7 +268,7 @@ def cpu(cores: int = 2) -> Hardware:
 
 
 def h200() -> Hardware:
-    """One H200, calibrated on a sweep of a prototype kernel (driver 580.159.04, 2026-11-29).
+    """One H200, calibrated on a sweep of an earlier kernel (driver 580.159.04, 2026-11-29).
 
     A task of 64 tokens takes 1.29 us for 16 rows, 1.63 for 24, 2.15 for 64; reads reach 4.2 TB/s.
     Through MLX a kernel costs the host 10-15 us. `mlx` took 155 us at 32K, batch 1, 16 heads.
