@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from launches import Launch, nans, raising, zeros
 
 from mla_tuner import device, mla_decode, ops, verify
 from mla_tuner.backends import cuda, cuda_tiles
@@ -169,9 +170,6 @@ def test_the_digest_follows_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- refusals: MLX stands in for one with CUDA, its kernels for whatever a GPU might do
 
 
-Launch = Callable[..., Any]
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CudaBackend]:
     """A back end that finds an H200, where calling any kernel calls the given function."""
@@ -184,23 +182,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CudaBackend]:
         return CudaBackend()
 
     return make
-
-
-def zeros(**launch: Any) -> list[mx.array]:
-    """What a launch that never ran leaves behind."""
-    shapes, dtypes = launch["output_shapes"], launch["output_dtypes"]
-    return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-
-
-def nans(**launch: Any) -> list[mx.array]:
-    return [mx.full(each.shape, mx.nan, each.dtype) for each in zeros(**launch)]
-
-
-def raising(error: Exception) -> Launch:
-    def launch(*given: Any, **options: Any) -> Any:
-        raise error
-
-    return launch
 
 
 @pytest.mark.parametrize("path", ["single", "split"])

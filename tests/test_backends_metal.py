@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from launches import nans, raising, zeros
 
 from mla_tuner import ops, verify
 from mla_tuner.backends import Call, metal, metal_tiles
@@ -166,16 +167,6 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Metal
     return make
 
 
-def zeros(**launch: Any) -> list[mx.array]:
-    """What a launch that never ran leaves behind."""
-    shapes, dtypes = launch["output_shapes"], launch["output_dtypes"]
-    return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-
-
-def nans(**launch: Any) -> list[mx.array]:
-    return [mx.full(each.shape, mx.nan, each.dtype) for each in zeros(**launch)]
-
-
 def lanes_only(launch: Callable[..., Any]) -> Callable[..., Any]:
     """The lane map as expected; everything else as `launch` does it."""
 
@@ -188,13 +179,6 @@ def lanes_only(launch: Callable[..., Any]) -> Callable[..., Any]:
         return [mx.array([[n, n + 1] for n in first], mx.float32)]
 
     return answer
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    def launch(*_: Any, **options: Any) -> Any:
-        raise error
-
-    return launch
 
 
 @pytest.mark.parametrize("path", ["single", "split"])
