@@ -12,13 +12,15 @@ import mlx.core as mx
 import pytest
 from launches import nans, raising, zeros
 
-from mla_tuner import ops, verify
+from mla_tuner import ops, overview, verify
 from mla_tuner.backends import Call, metal, metal_tiles
 from mla_tuner.backends.metal import MetalBackend
 from mla_tuner.backends.shaders import Text, digest, minified
 from mla_tuner.caches import DenseCache, PagedCache
 from mla_tuner.candidates import rows_per_task
+from mla_tuner.device import Device
 from mla_tuner.plan import MLX, Plan
+from mla_tuner.policy import Policy
 from mla_tuner.shapes import DTYPES, GEOMETRIES, TOKEN_TILE, Shape, piece_tokens
 
 SHAPE = Shape(300, 1, 16)
@@ -298,6 +300,21 @@ def test_no_input_is_so_short_that_it_makes_another_text(
         seen.append(array.size)
     assert all(size >= 8 for size in seen[:-2])  # the last two are numbers, passed by themselves
     assert len(seen) == 9
+
+
+def test_a_refusal_shows_in_plan_and_in_probe(
+    mac: Callable[[Callable[..., Any]], MetalBackend],
+) -> None:
+    backend = mac(zeros)
+    here = Device("metal", "applegpu_g16s", "apple-m4", 10, 24, "Apple M4", 1 << 26)
+    policy = Policy(here, [], backend=backend)
+    decision, last = policy.decide(32768, 1, 16, "bfloat16"), None
+    for step in policy.explain(32768, 1, 16, "bfloat16"):
+        last = step
+    assert last is not None
+    assert decision.plan == MLX
+    for text in (decision.reason, last.reason, last.details[-1], overview.refused(backend)[-1]):
+        assert "lays out its 8 x 8 matrices in another way" in text
 
 
 def test_verify_fails_with_the_reason_where_every_tile_is_refused(
