@@ -2,11 +2,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
 #include <vector>
 
+#include "gpu_launch.h"
 #include "mla_decode.h"
 #include "mlx/version.h"
 
@@ -48,6 +50,31 @@ nb::dict last_run() {
   return d;
 }
 
+mla::Pass pass(std::string name, std::vector<std::string> input_names, std::vector<std::string> output_names,
+               std::string source, std::string header, int shared_memory, std::tuple<int, int, int> grid,
+               std::tuple<int, int, int> threadgroup, const std::vector<std::vector<int>>& output_shapes,
+               std::vector<mlx::core::Dtype> output_dtypes) {
+  std::vector<mlx::core::Shape> shapes;
+  for (const auto& shape : output_shapes) shapes.emplace_back(shape.begin(), shape.end());
+  return {std::move(name),
+          std::move(input_names),
+          std::move(output_names),
+          std::move(source),
+          std::move(header),
+          shared_memory,
+          grid,
+          threadgroup,
+          std::move(shapes),
+          std::move(output_dtypes)};
+}
+
+std::pair<mlx::core::array, mlx::core::array> launch(const mla::GpuLaunch& self, const nb::args& arrays) {
+  std::vector<mlx::core::array> inputs;
+  inputs.reserve(arrays.size());
+  for (nb::handle item : arrays) inputs.push_back(nb::cast<const mlx::core::array&>(item));
+  return self(inputs);
+}
+
 // Dtypes and shapes as one key: tuples of them take five times as long to make, hash and compare in Python.
 nb::bytes signature(const nb::args& arrays) {
   std::vector<int> key;
@@ -66,11 +93,18 @@ nb::bytes signature(const nb::args& arrays) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "The CPU kernel as an MLX primitive. mla_tuner.mla_decode is the front door that checks and explains.";
+  m.doc() =
+      "The CPU kernel as an MLX primitive, and what launches GPU kernels. mla_tuner.mla_decode is the front door.";
   m.def("check_runtime", &check_runtime, "Raises ImportError where the MLX in this process is not the one built for.");
   m.def("mla_decode", &mla::mla_decode, "q_nope"_a, "q_pe"_a.none(), "latent"_a, "k_pe"_a.none(),
         "block_tables"_a.none(), "lengths"_a, "starts"_a, "scale"_a, "partitions"_a, "tile"_a, "ticket"_a, "want_lse"_a,
         "Lazy decode attention: (out [batch, heads, q_len, rank], lse [batch, heads, q_len] float32).");
+  nb::class_<mla::Pass>(m, "Pass", "A kernel and how it is launched, in the words of mlx.core.fast.cuda_kernel.")
+      .def(nb::new_(&pass), nb::kw_only(), "name"_a, "input_names"_a, "output_names"_a, "source"_a, "header"_a,
+           "shared_memory"_a, "grid"_a, "threadgroup"_a, "output_shapes"_a, "output_dtypes"_a);
+  nb::class_<mla::GpuLaunch>(m, "GpuLaunch", "Launches a decode kernel and the merge of its results, if there is one.")
+      .def(nb::init<mla::Pass, std::optional<mla::Pass>>(), "decode"_a, "merge"_a.none())
+      .def("__call__", &launch, "inputs"_a, "Lazy: (out, lse).");
   m.def("signature", &signature, "arrays"_a, "A key that is equal for arrays of equal dtypes and shapes.");
   m.def("last_run", &last_run, "How the call that finished last really ran; ticket 0: none yet.");
   m.def("isas", &mla::isas, "Instruction sets that run here, best first.");

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -21,6 +21,7 @@ import pytest
 import mla_tuner
 from mla_tuner import backends, mla_decode
 from mla_tuner.backends import cpu, mlx_paths, self_check
+from mla_tuner.backends import native as loading
 from mla_tuner.backends.cpu import CpuBackend
 from mla_tuner.cases import check, make_case
 from mla_tuner.device import usable_cores
@@ -270,7 +271,7 @@ def test_whatever_an_import_raises_is_one_warning(
     def fail(name: str) -> Any:
         raise error(f"no {name}")
 
-    monkeypatch.setattr(cpu, "import_module", fail)
+    monkeypatch.setattr(loading, "import_module", fail)
     assert_only_mlx(CpuBackend(), caplog, "the CPU kernel is not built (for MLX ")
 
 
@@ -317,14 +318,14 @@ def test_threads_that_come_together_get_one_back_end(
     """And one warning."""
     monkeypatch.setattr(backends, "_make", cache(backends._make.__wrapped__))
     monkeypatch.setattr(backends, "get", cache(backends.get.__wrapped__))
-    load = cpu._load
+    load = cpu.load
     gate = threading.Barrier(8)
 
-    def slow() -> cpu.Kernel:
+    def slow(prepare: Callable[[Any], object]) -> loading.Native:
         time.sleep(0.01)  # lets the others in, were they not held
-        return load()
+        return load(prepare)
 
-    monkeypatch.setattr(cpu, "_load", slow)
+    monkeypatch.setattr(cpu, "load", slow)
     monkeypatch.setitem(sys.modules, "mla_tuner._build_info", None)  # type: ignore[arg-type]
     found = []
 

@@ -16,10 +16,17 @@ from mla_tuner.backends import cuda, cuda_tiles
 from mla_tuner.backends.cuda import CudaBackend
 from mla_tuner.backends.jit import JitBackend
 from mla_tuner.backends.shaders import Text
-from mla_tuner.backends.shorter import shorter
 from mla_tuner.cases import make_case
 from mla_tuner.plan import MLX, Plan
-from mla_tuner.shapes import DTYPES, GEOMETRIES, LAYOUTS, TOKEN_TILE, Shape, piece_tokens
+from mla_tuner.shapes import (
+    DTYPES,
+    GEOMETRIES,
+    LAYOUTS,
+    TOKEN_TILE,
+    Shape,
+    effective_batch,
+    piece_tokens,
+)
 
 SHAPE = Shape(300, 1, 16)
 DEFAULT = "r16"
@@ -54,10 +61,10 @@ def test_no_launch_is_beyond_the_limits(
             assert cuda_tiles.refusal(name, shape, capability) is None
             needed = tile.shared_bytes(geometry, layout)
             assert needed <= cuda_tiles.shared_bytes(capability) <= 232448
-            threads, batch, partitions = cuda_tiles.grid(tile, shape, 5)
+            threads, batch, pieces = cuda_tiles.grid(tile, shape, 64)
             assert threads % tile.threads == 0
             assert tile.rows * threads // tile.threads >= shape.rows
-            assert (batch, partitions) == (3, 5)
+            assert (batch, pieces) == (3, 5)
 
 
 def test_the_default_tile_goes_by_rows() -> None:
@@ -135,28 +142,6 @@ def test_capability_reads_names_and_never_raises() -> None:
 
 
 # --- texts
-
-
-def test_short_names_mean_the_same() -> None:
-    text = Text(
-        "#define TWICE(x) (2 * x)\n#pragma unroll\nnamespace mla { float total(float4 part) {"
-        " return TWICE(part.x) + 0x1fULL; } }",
-        'asm("total" : : "r"(length)); out[length] = mla::total(part) + a + __ldcg(out_strides);',
-    )
-    short = shorter(text, frozenset({"out", "part"}))
-    assert short == Text(
-        "#define TWICE(x) (2 * x)\n#pragma unroll\nnamespace mla { float b(float4 part) {"
-        " return TWICE(part.x) + 0x1fULL; } }",
-        'asm("total" : : "r"(c)); out[c] = mla::b(part) + a + __ldcg(out_strides);',
-    )
-
-
-def test_every_name_gets_one_of_its_own() -> None:
-    words = [f"word_{i}" for i in range(200)]
-    short = shorter(Text(" ".join(words), " ".join(words)), frozenset())
-    assert short.header == short.body
-    assert len(set(short.header.split())) == len(words)
-    assert not {"j0", "j1", "y0", "y1", "if", "or"} & set(short.header.split())
 
 
 def test_the_digest_follows_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +307,12 @@ def test_lengths_strides_and_partitions_make_no_new_kernel(launches: list[dict[s
     assert len(names) == len(set(names)) == 2  # the tile and the merge
 
 
+def numbers(info: mx.array) -> list[int]:
+    """What the kernels find as the strides of that array."""
+    mx.eval(info)
+    return [stride // 4 for stride in memoryview(info).strides or ()]
+
+
 def test_the_layers_of_a_step_are_worked_out_once(
     launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +333,7 @@ def test_the_layers_of_a_step_are_worked_out_once(
             grids = [each for each in launches if "grid" in each]
             assert len(grids) == plan.partitions
             assert grids[0]["grid"] == (288, 1, plan.partitions)
-            assert grids[0]["inputs"][-1].tolist()[:1] == [piece_tokens(context, plan.partitions)]
+            assert numbers(grids[0]["inputs"][-1])[0] == piece_tokens(context, plan.partitions)
             run = ops.last_run()
             assert run is not None
             assert run.executed == plan
@@ -361,7 +352,8 @@ def test_partial_answers_are_floats(launches: list[dict[str, Any]], dtype: str) 
     name = "r8f" if dtype == "float32" else DEFAULT
     decode(Shape(300, 2, 16, dtype), Plan("split", 3, name))
     first, second = [each for each in launches if "grid" in each]
-    part, part_lse = second["inputs"]
+    part, part_lse, info = second["inputs"]
+    assert info is first["inputs"][-1]
     assert part.nbytes == 2 * 3 * 16 * 512 * 4
     assert part_lse.shape == first["output_shapes"][1] == (2, 3, 16)
     assert second["output_shapes"] == [(2, 16, 1, 512), (2, 16, 1)]
@@ -373,13 +365,71 @@ def test_one_array_holds_the_numbers_of_a_step(launches: list[dict[str, Any]]) -
         decode(shape, Plan("split", 3, DEFAULT), starts=(0, 7))
     arrays = [each["inputs"][-1] for each in launches if "grid" in each][::2]
     assert len({id(array) for array in arrays}) == 1
-    numbers = arrays[0].tolist()
-    assert len(numbers) >= 16  # smaller ones would be read over the bus
-    scale = struct.unpack("<f", struct.pack("<i", numbers[1]))[0]
+    info = arrays[0]
+    found = numbers(info)
+    scale = struct.unpack("<f", struct.pack("<i", found[1]))[0]
     assert scale == pytest.approx(0.5 * 1.4426950408889634)
-    assert numbers[0] == piece_tokens(300, 3)
-    assert numbers[2:6] == [32, 2, 1 << 30, 1]
-    assert numbers[6:10] == [0, 300, 7, 70]
+    assert found[0] == 192  # three pieces in all, as for one sequence: 192 + 108, 70
+    assert found[2:6] == [32, 2, 1 << 30, 1]
+    assert found[6:] == [2, 0, 300, 3]  # room for two pieces a sequence, three are listed
+    listed = list(memoryview(mx.as_strided(info, (14,), (1,))))
+    assert listed[:12] == [0, 0, 0, 300, 0, 1, 0, 300, 1, 0, 7, 70]
+    assert listed[12:] == [2, 1]
+
+
+def test_sequences_that_are_all_alike_need_no_numbers_in_memory(
+    launches: list[dict[str, Any]],
+) -> None:
+    for starts in ((0, 0), (5, 5)):
+        decode(Shape(295, 2, 16, layout="dense"), Plan("split", 3, DEFAULT), starts=starts)
+        info = [each["inputs"][-1] for each in launches if "grid" in each][-2]
+        assert numbers(info)[6:] == [3, starts[0], 295, 0]
+
+
+def test_sequences_that_start_apart_are_listed_in_the_grids_order(
+    launches: list[dict[str, Any]],
+) -> None:
+    decode(Shape(100, 3, 16, layout="dense"), Plan("split", 2, DEFAULT), starts=(0, 9, 0))
+    first = next(each for each in launches if "grid" in each)
+    assert first["grid"] == (288, 3, 2)
+    listed = list(memoryview(mx.as_strided(first["inputs"][-1], (24,), (1,))))
+    assert [tuple(listed[at : at + 3]) for at in range(0, 24, 4)] == [
+        *((0, 0, 0), (0, 1, 0), (1, 0, 9), (1, 1, 9), (2, 0, 0), (2, 1, 0))
+    ]
+
+
+LENGTHS = (
+    (131072, *(2048,) * 15),
+    (100, 0, 5000),
+    (64, 65, 64, 64),
+    (8192, 8191, 4000, 1),
+    (0, 0, 7),
+    tuple(range(1, 9000, 100)),
+)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("partitions", [1, 2, 8, 128])
+def test_a_ragged_batch_has_pieces_of_equal_work(lengths: tuple[int, ...], partitions: int) -> None:
+    shape = Shape(max(lengths), len(lengths), 16, lengths=lengths)
+    partitions = (
+        Plan("split" if partitions > 1 else "single", partitions).cut(shape.context).partitions
+    )
+    piece = cuda_tiles.piece_of(shape, partitions)
+    work = cuda_tiles.work_list(lengths, piece)
+    seen = [min(lengths[b] - at * piece, piece) for b, at in work]
+    assert piece % TOKEN_TILE == 0
+    assert sum(seen) == sum(lengths)
+    assert len(set(work)) == len(work)
+    assert seen == sorted(seen, reverse=True)
+    assert (piece >= shape.context) == (partitions == 1)
+    if partitions == 1:  # an empty one's result is written, too
+        assert sorted(work) == [(b, 0) for b in range(shape.batch)]
+    else:
+        assert min(seen) > 0
+        most = max(shape.batch, partitions * effective_batch(lengths))
+        assert len(work) <= most or piece == piece_tokens(shape.context, 2)  # it stays a split
+    assert cuda_tiles.grid(cuda_tiles.TILES[DEFAULT], shape, piece) == (288, len(work), 1)
 
 
 @pytest.mark.parametrize("scale", [3.4e38, -3.4e38, 1e-45, 0.0])
@@ -416,4 +466,10 @@ def test_what_ran_is_told(launches: list[dict[str, Any]]) -> None:
     run = ops.last_run()
     assert run is not None
     assert run.executed == Plan("split", 5, "r64w")
-    assert run.detail == {"kernel": "wide", "threads": 384, "launches": 2}
+    assert run.detail == {
+        "kernel": "wide",
+        "threads": 384,
+        "blocks": 5,
+        "piece_tokens": 64,
+        "launches": 2,
+    }

@@ -8,10 +8,7 @@ import re
 import reprlib
 from collections.abc import Hashable
 from functools import cached_property, lru_cache
-from importlib import import_module
-from importlib.util import find_spec
-from struct import unpack_from
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,6 +17,7 @@ from ..plan import Plan
 from ..shapes import DTYPES, Shape
 from . import Call
 from .mlx_paths import MlxBackend
+from .native import load
 from .self_check import fault
 
 log = logging.getLogger("mla_tuner")
@@ -29,15 +27,6 @@ MAX_THREADS = 1024  # more than any machine has cores
 DEFAULT_ROWS = 64  # most rows of a default task: more would leave cores idle at 128 heads
 _ROWS_OF = {"": 0} | {f"r{tile}": tile for tile in TILES}  # 0: the kernel chooses by idle threads
 _TICKET_BITS = 0x7FFFFFFF  # _native keeps an int; weeks of serving come round
-_CURE = "run `make setup`, or reinstall mla-tuner where a C++ compiler and that MLX are found"
-
-
-class Kernel(NamedTuple):
-    """The native module with its digest, or None and one sentence that says why."""
-
-    native: Any
-    digest: str = ""
-    reason: str = ""
 
 
 class CpuBackend(MlxBackend):
@@ -45,7 +34,7 @@ class CpuBackend(MlxBackend):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        self._kernel = _load()
+        self._kernel = load(lambda native: native.set_threads(_threads()))
         if self._kernel.native is None:
             log.warning("%s; only the mlx paths run", self._kernel.reason)
 
@@ -154,59 +143,6 @@ def _tiles(rows: int) -> tuple[str, ...]:
     useful = TILES[: fit + 1]
     default = max(tile for tile in useful if tile <= DEFAULT_ROWS)
     return tuple(f"r{tile}" for tile in sorted(useful, key=lambda tile: (tile != default, tile)))
-
-
-def _load() -> Kernel:
-    """`_native`, or the reason why not, which names the release it needs and the cure."""
-    installed = str(vars(mx)["__version__"])  # missing in MLX's type stubs
-    built = ""
-    try:
-        info = _module("_build_info")
-        digest, built = str(info.KERNEL_DIGEST), str(info.MLX_VERSION)
-        # Before the load: a binary for another MLX may crash instead of failing to link.
-        if built == installed:
-            _check_whole("_native")
-            native = _module("_native")
-            native.check_runtime()
-            native.set_threads(_threads())
-            return Kernel(native, digest)
-        reason = f"the CPU kernel was built for MLX {built}, but this is {installed}"
-    except Exception as error:  # a half-made build breaks in any way, and serving goes on
-        told = f"{type(error).__name__}: {error}"
-        if built:
-            reason = (
-                f"the CPU kernel, built for MLX {built}, does not load with {installed} ({told})"
-            )
-        else:
-            told = "" if isinstance(error, ModuleNotFoundError) else f"; {told}"
-            reason = f"the CPU kernel is not built (for MLX {installed}{told})"
-    return Kernel(None, reason=f"{' '.join(reason.split())}: {_CURE}")
-
-
-def _check_whole(name: str) -> None:
-    """Refuses a binary that was cut short: touching what is missing would end the process.
-
-    The table of sections lies at the end of an ELF file. Other systems' loaders look by themselves.
-    """
-    spec = find_spec(_full(name))
-    if spec is None or spec.origin is None:
-        return
-    with open(spec.origin, "rb") as file:
-        header = file.read(64)
-        size = file.seek(0, os.SEEK_END)
-    if header[:5] == b"\x7fELF\x02":
-        (start,), (width, count) = unpack_from("<Q", header, 40), unpack_from("<HH", header, 58)
-        if size < start + width * count:
-            raise ImportError(f"{spec.origin} is cut short")
-
-
-def _module(name: str) -> Any:
-    """A module that the build makes: absent from the source tree, so imported by name."""
-    return import_module(_full(name))
-
-
-def _full(name: str) -> str:
-    return f"{__package__.rpartition('.')[0]}.{name}"
 
 
 def _threads() -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import struct
-from functools import cached_property, lru_cache, partial
-from math import e, log2
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, lru_cache
+from math import e, log2, prod
 from typing import Any
 
 import mlx.core as mx
@@ -14,24 +16,15 @@ from ..caches import PagedCache
 from ..errors import DeviceError
 from ..shapes import DTYPE_BYTES, Shape
 from . import Call, cuda_tiles
-from .jit import DTYPES, JitBackend, Kernel, leading
-from .shaders import Text, text
-from .shorter import shorter
+from .jit import DTYPES, JitBackend, Kernel, Pass, count, leading
+from .native import load
+from .shaders import Text, folder, text
 
 _PROVEN = (Shape(300, 1, 16), Shape(300, 1, 128))  # rows of the usual defaults
 _LARGEST = 3.4028234663852886e38  # that a float32 holds
 _OUTPUTS = ("out", "lse")
-_HALF = ("base", "pack", "half")
-# Files below shaders/cuda that a kernel is made of, its body last.
-_FILES = {
-    "small": (*_HALF, "tensor", "tile", "bulk", "small", "decode.body"),
-    "wide": (*_HALF, "async", "bulk", "wgmma", "wide", "decode.body"),
-    "portable": (*_HALF, "async", "tensor", "tile", "portable", "decode.body"),
-    "simple": ("base", "simple", "decode.body"),
-    "merge": ("base", "pack", "merge", "merge.body"),
-    "merge32": ("base", "merge", "merge.body"),
-}
-Defines = dict[str, "int | str"]
+_KERNELS = ("small", "wide", "portable", "simple", "merge")  # each a file below shaders/cuda
+_PLAIN = re.compile(r"[^\"\\\n\r]+")  # a path that C++ can name as it is
 
 
 class CudaBackend(JitBackend):
@@ -39,7 +32,15 @@ class CudaBackend(JitBackend):
 
     def __init__(self) -> None:
         super().__init__("cuda", "CUDA", _PROVEN)
-        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._kernels: dict[str, Kernel] = {}
+        self._native = load(lambda native: native.GpuLaunch).native
+        self._native_launches = self._native is not None
+
+    def signature(self, *arrays: mx.array | None) -> Hashable:
+        if self._native is None:
+            return super().signature(*arrays)
+        key: bytes = self._native.signature(*arrays)
+        return key
 
     def _missing(self) -> str:
         if not mx.cuda.is_available():
@@ -48,6 +49,8 @@ class CudaBackend(JitBackend):
             return "no NVIDIA GPU or no driver is here"
         if self._capability < cuda_tiles.OLDEST:
             return f"the kernels need sm_{cuda_tiles.OLDEST}; got {self._gpu.architecture}"
+        if not _PLAIN.fullmatch(str(folder("cuda"))):
+            return f"mla-tuner lies in a folder that C++ can't name: {str(folder('cuda'))!r}"
         return ""
 
     @cached_property
@@ -62,10 +65,10 @@ class CudaBackend(JitBackend):
         return cuda_tiles.capability(self._gpu.architecture) if self._gpu else 0
 
     def _read(self) -> dict[str, Text]:
-        return {
-            kernel: text(tuple(f"cuda/{name}.cuh" for name in header), f"cuda/{body}.cu")
-            for kernel, (*header, body) in _FILES.items()
-        }
+        """One text for all: any kernel may include any of the headers."""
+        headers = (f"cuda/{path.name}" for path in sorted(folder("cuda").glob("*.cuh")))
+        bodies = (f"cuda/{kernel}.cu" for kernel in _KERNELS)
+        return {"all": text((*headers, *bodies), f"cuda/{_KERNELS[0]}.cu")}
 
     def _useful(self, shape: Shape) -> tuple[str, ...]:
         return cuda_tiles.useful(shape, self._capability)
@@ -73,88 +76,124 @@ class CudaBackend(JitBackend):
     def _illegal(self, name: str, shape: Shape) -> str | None:
         return cuda_tiles.refusal(name, shape, self._capability)
 
-    def _decode(self, name: str, shape: Shape, partitions: int) -> tuple[Kernel, dict[str, object]]:
-        """One kernel, whatever the partitions: partial answers are floats, in numbers of the
-        caller's dtype.
-        """
-        tile, lead, rank = cuda_tiles.TILES[name], leading(shape, partitions), _rank(shape)
-        width = rank * 4 // DTYPE_BYTES[shape.dtype] if partitions > 1 else rank
-        launch = partial(
-            self._tile_kernel(tile, shape),
-            grid=cuda_tiles.grid(tile, shape, partitions),
-            threadgroup=(tile.threads, 1, 1),
-            output_shapes=[(*lead, width), lead],
-            output_dtypes=[DTYPES[shape.dtype], mx.float32],
-        )
-        return launch, {"kernel": tile.kernel, "threads": tile.threads}
+    def _piece(self, shape: Shape, partitions: int) -> int:
+        return cuda_tiles.piece_of(shape, partitions)
 
-    def _merge(self, shape: Shape, partitions: int) -> Kernel:
-        rank, whole = _rank(shape), leading(shape, 1)
+    def _decode(self, name: str, shape: Shape, piece: int) -> tuple[Pass, dict[str, object]]:
+        """One kernel, whatever the pieces: partial answers are floats, in numbers of the caller's
+        dtype.
+        """
+        tile, pieces, rank = cuda_tiles.TILES[name], count(shape, piece), _rank(shape)
+        lead = leading(shape, pieces)
+        width = rank * 4 // DTYPE_BYTES[shape.dtype] if pieces > 1 else rank
+        grid = cuda_tiles.grid(tile, shape, piece)
+        launch = {
+            "grid": grid,
+            "threadgroup": (tile.threads, 1, 1),
+            "output_shapes": [(*lead, width), lead],
+            "output_dtypes": [DTYPES[shape.dtype], mx.float32],
+        }
+        facts = {
+            "kernel": tile.kernel,
+            "threads": tile.threads,
+            "blocks": prod(grid) // tile.threads,
+            "piece_tokens": piece,
+        }
+        return self._pass(launch, _tile_text(tile, shape)), facts
+
+    def _merge(self, shape: Shape, piece: int) -> Pass:
+        rank, whole, partitions = _rank(shape), leading(shape, 1), count(shape, piece)
         cores = self._gpu.cores if self._gpu else None
-        return partial(
-            self._merge_kernel(shape),
-            grid=cuda_tiles.merge_grid(shape, partitions, cores),
-            threadgroup=(cuda_tiles.MERGE_THREADS, 1, 1),
-            output_shapes=[(*whole, rank), whole],
-            output_dtypes=[DTYPES[shape.dtype], mx.float32],
-        )
+        launch = {
+            "grid": cuda_tiles.merge_grid(shape, partitions, cores),
+            "threadgroup": (cuda_tiles.MERGE_THREADS, 1, 1),
+            "output_shapes": [(*whole, rank), whole],
+            "output_dtypes": [DTYPES[shape.dtype], mx.float32],
+        }
+        return self._pass(launch, _merge_text(shape))
+
+    def _joined(self, decode: Pass, merge: Pass | None) -> Callable[..., Sequence[mx.array]]:
+        """By `_native` where it is built, which takes less time."""
+        if self._native_launches:
+            passes = (
+                each and self._native.Pass(**(each.making or {}), **each.launch)
+                for each in (decode, merge)
+            )
+            try:
+                call: Callable[..., Sequence[mx.array]] = self._native.GpuLaunch(*passes)
+                return call
+            except RuntimeError:  # a libmlx without CUDA
+                self._native_launches = False
+        if merge is None:
+            return lambda *inputs: decode(inputs)
+        return lambda *inputs: merge([*decode(inputs), inputs[-1]])
 
     def _inputs(self, call: Call, piece: int) -> list[mx.array]:
-        """In the order of `_tile_kernel`; what a kernel doesn't read isn't passed."""
-        cache, shape, rope = call.cache, call.shape, call.q_pe is not None
-        blocks, block_size, beside = 1, 1 << 30, None
+        """In the order of `_tile_text`; what a kernel doesn't read isn't passed."""
+        cache, shape = call.cache, call.shape
+        inputs = [call.q_nope] if call.q_pe is None else [call.q_nope, call.q_pe]
+        inputs.append(cache.latent)
+        blocks, block_size = 1, 1 << 30
         if isinstance(cache, PagedCache):
             blocks, block_size, _ = cache.latent.shape
-            beside = cache.block_tables
-        elif rope:
-            beside = cache.k_pe
-        numbers = (piece, shape.rows, shape.q_len, block_size, blocks)
-        info = _info(numbers, call.scale, call.starts, call.lengths)
-        arrays = call.q_nope, call.q_pe, cache.latent, beside, info
-        return [array for array in arrays if array is not None]
+            inputs.append(cache.block_tables)
+        elif call.q_pe is not None and cache.k_pe is not None:
+            inputs.append(cache.k_pe)
+        numbers = shape.rows, shape.q_len, block_size, blocks
+        inputs.append(_info(piece, call.scale, numbers, call.starts, call.lengths))
+        return inputs
 
-    def _tile_kernel(self, tile: cuda_tiles.Tile, shape: Shape) -> Kernel:
-        """For all calls on such arrays: lengths, strides and partitions are not in it."""
-        key = tile, shape.dtype, shape.geometry, shape.layout
-        if key not in self._kernels:
-            rope, paged = shape.geometry.rope_dim > 0, shape.layout == "paged"
-            beside = ["block_table"] if paged else ["k_pe"] * rope
-            inputs = ("q_nope", *["q_pe"] * rope, "latent", *beside, "info")
-            defines = tile.defines(shape)
-            self._kernels[key] = self._made(tile.kernel, defines, inputs, tile.threads)
-        return self._kernels[key]
+    def _pass(self, launch: dict[str, Any], making: dict[str, Any]) -> Pass:
+        """One kernel for all calls on such arrays: lengths, strides and partitions don't count."""
+        name = str(making["name"])
+        if name not in self._kernels:
+            made: Any = mx.fast.cuda_kernel(**making, ensure_row_contiguous=False)  # a copy, else
+            self._kernels[name] = made
+        return Pass(self._kernels[name], launch, making)
 
-    def _merge_kernel(self, shape: Shape) -> Kernel:
-        key = "merge", shape.dtype, _rank(shape)
-        if key not in self._kernels:
-            kernel = "merge32" if shape.dtype == "float32" else "merge"
-            defines, inputs = cuda_tiles.merge_defines(shape), ("part", "part_lse")
-            self._kernels[key] = self._made(kernel, defines, inputs, cuda_tiles.MERGE_THREADS)
-        return self._kernels[key]
 
-    def _made(self, kernel: str, defines: Defines, inputs: tuple[str, ...], threads: int) -> Kernel:
-        """Hands MLX a kernel's text; it is compiled when it first runs.
+def _tile_text(tile: cuda_tiles.Tile, shape: Shape) -> dict[str, Any]:
+    rope, paged = shape.geometry.rope_dim > 0, shape.layout == "paged"
+    beside = "block_table" if paged else "k_pe" if rope else ""
+    inputs = ("q_nope", "q_pe" if rope else "", "latent", beside, "info")
+    given = ", ".join(f"{n}, {n}_strides" if n else "nullptr, info_strides" for n in inputs)
+    named = tuple(filter(None, inputs))
+    return _text(tile.kernel, tile.defines(shape), named, f"run({given}", tile.threads)
 
-        Without launch bounds a compiler leaves registers for 1024 threads. MLX has no place for
-        them, so they are put in front of the kernel's name, which MLX makes of ours.
-        """
-        values = "_".join(str(value).strip('"').replace(" ", "_") for value in defines.values())
-        name = f"mla_{kernel}_{values}"
-        full = f"custom_kernel_{name}"
-        source = shorter(self._texts[0][kernel], {*defines, *inputs, *_OUTPUTS})
-        lines = [f"#define {key} {value}\n" for key, value in defines.items()]
-        bounds = f"#define {full} __launch_bounds__({threads}, 1) {full}\n"
-        made: Any = mx.fast.cuda_kernel(
-            name=name,
-            input_names=inputs,
-            output_names=_OUTPUTS,
-            header="".join((*lines, source.header, bounds)),
-            source=f"#undef {full}\n{source.body}",
-            ensure_row_contiguous=False,  # a copy of the cache, else
-            shared_memory=int(defines.get("SHARED", 0)),
-        )
-        kept: Kernel = made
-        return kept
+
+def _merge_text(shape: Shape) -> dict[str, Any]:
+    defines, inputs = cuda_tiles.merge_defines(shape), ("part", "part_lse", "info")
+    call = "merge(part, part_lse, part_lse_shape, info, info_strides"
+    return _text("merge", defines, inputs, call, cuda_tiles.MERGE_THREADS)
+
+
+def _text(
+    kernel: str, defines: dict[str, int | str], inputs: tuple[str, ...], call: str, threads: int
+) -> dict[str, Any]:
+    """What `mx.fast.cuda_kernel` makes a kernel of; it is compiled when it first runs.
+
+    MLX builds the text anew at every call and hashes it at every evaluation, 0.25 us a KB on one
+    H200's host (MLX 0.32.4, 2026-11-29): so it only names the file where the kernel is.
+
+    Without launch bounds a compiler leaves registers for 1024 threads. MLX has no place for them,
+    so they are put in front of the kernel's name, which MLX makes of ours.
+    """
+    values = "_".join(str(value).strip('"').replace(" ", "_") for value in defines.values())
+    name = f"mla_{kernel}_{values}"
+    full = f"custom_kernel_{name}"
+    lines = (
+        *(f"#define {key} {value}" for key, value in defines.items()),
+        f'#include "{folder("cuda") / kernel}.cu"',
+        f"#define {full} __launch_bounds__({threads}, 1) {full}\n",
+    )
+    return {
+        "name": name,
+        "input_names": inputs,
+        "output_names": _OUTPUTS,
+        "header": "\n".join(lines),
+        "source": f"#undef {full}\nmla::{call}, out, lse);",
+        "shared_memory": int(defines.get("SHARED", 0)),
+    }
 
 
 def _rank(shape: Shape) -> int:
@@ -164,16 +203,33 @@ def _rank(shape: Shape) -> int:
 # The layers of a step pass the same numbers: one array serves them all.
 @lru_cache(maxsize=64)
 def _info(
-    head: tuple[int, ...], scale: float, starts: tuple[int, ...], lengths: tuple[int, ...]
+    piece: int,
+    scale: float,
+    numbers: tuple[int, ...],
+    starts: tuple[int, ...],
+    lengths: tuple[int, ...],
 ) -> mx.array:
-    """Every number that the kernels need beside the arrays, in one array."""
-    piece, *rest = head
-    numbers = [piece, _bits(scale * log2(e)), *rest]
-    for start, length in zip(starts, lengths, strict=True):
-        numbers += (start, length - start)
+    """Every number that the kernels need beside the arrays, as `work` in base.cuh reads them.
+
+    MLX passes an array's strides as parameters of the kernel, and those are there when it starts,
+    where a number in memory takes most of a microsecond. So the numbers of the call are strides of
+    dimensions of one element. Behind the pointer lie, where sequences differ, four numbers of each
+    piece (sequence, number, the sequence's start and tokens), then each sequence's pieces.
+    """
+    counts = tuple(length - start for start, length in zip(starts, lengths, strict=True))
+    room, listed = max(1, -(-max(counts) // piece)), []
+    if len(set(zip(starts, counts, strict=True))) > 1:
+        # In the order of the grid, see cuda_tiles.grid: by sequence where all have as many tokens.
+        work = cuda_tiles.work_list(counts, piece)
+        work = sorted(work) if len(set(counts)) == 1 else work
+        listed = [number for b, at in work for number in (b, at, starts[b], counts[b])]
+    strides = (piece, _bits(scale * log2(e)), *numbers, room, starts[0], counts[0])
+    strides = (*strides, len(listed) // 4)
+    listed += [-(-tokens // piece) for tokens in counts] if listed else []
     # What the host makes, and all of up to 8 bytes, lies where each block would read it over the
     # bus (split kernel 8.5 -> 30.5 us on one H200, MLX 0.32.4, 2026-11-29). A result doesn't.
-    return mx.concatenate([mx.array(numbers, mx.int32), mx.zeros(8, mx.int32)])
+    array = mx.concatenate([mx.array([*listed, 0], mx.int32), mx.zeros(8, mx.int32)])
+    return mx.as_strided(array, (1,) * len(strides), strides)
 
 
 def _bits(value: float) -> int:

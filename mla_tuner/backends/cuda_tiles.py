@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from ..shapes import DEEPSEEK, DTYPE_BYTES, Geometry, Shape
+from ..shapes import (
+    DEEPSEEK,
+    DTYPE_BYTES,
+    TOKEN_TILE,
+    Geometry,
+    Shape,
+    effective_batch,
+    piece_tokens,
+)
 
 OLDEST = 80  # compute capability 8.0: bfloat16 on tensor cores, asynchronous copies
 MAX_BATCH = 65535  # blocks of a grid in its second dimension
@@ -150,18 +158,66 @@ def _useful(
     return ()
 
 
-def grid(tile: Tile, shape: Shape, partitions: int) -> tuple[int, int, int]:
-    """Threads of a launch: (row tiles x threads of a block, batch, partitions)."""
-    return ceil(shape.rows / tile.rows) * tile.threads, shape.batch, partitions
+def grid(tile: Tile, shape: Shape, piece: int) -> tuple[int, int, int]:
+    """Threads of a launch: (row tiles x threads of a block, batch, pieces of a sequence), or where
+    sequences differ (row tiles x threads of a block, all pieces, 1).
+    """
+    rows = ceil(shape.rows / tile.rows) * tile.threads
+    if shape.lengths:
+        return rows, len(work_list(shape.lengths, piece)), 1
+    return rows, shape.batch, max(1, ceil(shape.context / piece))
+
+
+def piece_of(shape: Shape, partitions: int) -> int:
+    """Tokens of a piece.
+
+    A plan's partitions are those of a batch of equal sequences. Where they differ, pieces grow
+    until there are no more than that batch would have: a block too many is a wave of its own. A
+    split stays one.
+    """
+    piece, lengths = piece_tokens(shape.context, partitions), shape.lengths
+    if not lengths or partitions == 1:
+        return piece
+    most = max(shape.batch, effective_batch(lengths) * partitions)
+    longest = piece_tokens(shape.context, 2)
+    while piece < longest and len(work_list(lengths, piece)) > most:
+        piece += TOKEN_TILE
+    return piece
+
+
+def work_list(lengths: tuple[int, ...], piece: int) -> list[tuple[int, int]]:
+    """Sequence and number of every piece with tokens, long ones first; of an empty sequence none,
+    unless each has one piece: then it writes the result.
+    """
+    least = 1 if piece >= max(lengths) else 0
+    found = [
+        (min(length - at * piece, piece), b, at)
+        for b, length in enumerate(lengths)
+        for at in range(max(least, ceil(length / piece)))
+    ]
+    return [(b, at) for _, b, at in sorted(found, key=lambda each: -each[0])]
 
 
 def merge_grid(shape: Shape, partitions: int, cores: int | None) -> tuple[int, int, int]:
-    """Threads of the merge. Teams share a unit, 64 dims of a row; the kernel sees by the number of
-    blocks how many do.
+    """Threads of the merge. A unit is 64 dims of a row; the kernel sees by the number of blocks how
+    many teams share one, or how many a team takes.
     """
-    units = shape.rows * shape.geometry.kv_lora_rank // _MERGE_DIMS
-    groups = merge_groups(units * shape.batch, partitions, cores or USUAL_CORES)
-    return ceil(units * groups / _MERGE_TEAMS) * MERGE_THREADS, shape.batch, 1
+    units, cores = shape.rows * shape.geometry.kv_lora_rank // _MERGE_DIMS, cores or USUAL_CORES
+    each = merge_units(units * shape.batch, partitions, cores)
+    groups = 1 if each > 1 else merge_groups(units * shape.batch, partitions, cores)
+    return ceil(units * groups / each / _MERGE_TEAMS) * MERGE_THREADS, shape.batch, 1
+
+
+def merge_units(units: int, partitions: int, cores: int) -> int:
+    """Units that a team of the merge takes, 1, 2 or 4: as many as it can load at once, where that
+    leaves enough blocks.
+    """
+    each = 4
+    while each > 1 and (
+        each * partitions > _MERGE_AHEAD or units // each < 2 * cores * _MERGE_TEAMS
+    ):
+        each //= 2
+    return each
 
 
 def merge_groups(units: int, partitions: int, cores: int) -> int:

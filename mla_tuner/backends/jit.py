@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -35,15 +35,25 @@ _REMEMBERED = 64  # launches, so that threads don't overtake each other at once
 Kernel = Callable[..., list[mx.array]]
 
 
+class Pass(NamedTuple):
+    """A kernel of MLX, how it is launched and, for `_native`, what it was made of."""
+
+    kernel: Kernel
+    launch: dict[str, Any]
+    making: dict[str, Any] | None = None
+
+    def __call__(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        return self.kernel(inputs=inputs, **self.launch)
+
+
 class Launches(NamedTuple):
-    """What a plan comes to on a shape; `decode` and `merge` lack their inputs only."""
+    """What a plan comes to on a shape."""
 
     plan: Plan
     shape: Shape
     ran: Plan  # with the tile's name, and as many partitions as the context has pieces
     piece: int  # tokens of a partition
-    decode: Kernel
-    merge: Kernel | None  # where there are several partitions
+    call: Callable[..., Sequence[mx.array]]  # from inputs to output and LSE
     facts: dict[str, object]
 
 
@@ -80,16 +90,24 @@ class JitBackend(MlxBackend, ABC):
         """Why the tile of that name can't take the shape; None if it can."""
 
     @abstractmethod
-    def _decode(self, name: str, shape: Shape, partitions: int) -> tuple[Kernel, dict[str, object]]:
-        """One pass over the cache, and facts about it."""
+    def _decode(self, name: str, shape: Shape, piece: int) -> tuple[Pass, dict[str, object]]:
+        """One pass over the cache in pieces of so many tokens, and facts about it."""
 
     @abstractmethod
-    def _merge(self, shape: Shape, partitions: int) -> Kernel:
+    def _merge(self, shape: Shape, piece: int) -> Pass:
         """From partial outputs and their LSE to the results."""
 
     @abstractmethod
-    def _inputs(self, call: Call, piece: int) -> list[mx.array]:
+    def _inputs(self, call: Call, piece: int) -> Sequence[mx.array]:
         """What `_decode`'s kernel takes; its results are what `_merge`'s takes."""
+
+    def _piece(self, shape: Shape, partitions: int) -> int:
+        """Tokens of a piece."""
+        return piece_tokens(shape.context, partitions)
+
+    @abstractmethod
+    def _joined(self, decode: Pass, merge: Pass | None) -> Callable[..., Sequence[mx.array]]:
+        """Both passes as one call."""
 
     def _device_fault(self, name: str) -> str | None:
         """What that tile expects of the device and doesn't find."""
@@ -145,11 +163,8 @@ class JitBackend(MlxBackend, ABC):
         ready = self._ready
         if ready is None or ready.plan is not plan or ready.shape is not call.shape:
             ready = self._ready = self._prepared(plan, call.shape)
-        results = ready.decode(inputs=self._inputs(call, ready.piece))
-        if ready.merge is not None:
-            results = ready.merge(inputs=results)
+        out, lse = ready.call(*self._inputs(call, ready.piece))
         self._launched.append((call.ticket, ready))
-        out, lse = results
         return out, lse
 
     def executed(self, ticket: int) -> Plan | None:
@@ -186,11 +201,11 @@ class JitBackend(MlxBackend, ABC):
     def _prepared(self, plan: Plan, shape: Shape) -> Launches:
         name = self._tile(plan, shape)
         ran = Plan(plan.path, plan.partitions, name).cut(shape.context)
-        decode, facts = self._decode(name, shape, ran.partitions)
-        merge = self._merge(shape, ran.partitions) if ran.partitions > 1 else None
-        piece = piece_tokens(shape.context, ran.partitions)
+        piece = self._piece(shape, ran.partitions)
+        decode, facts = self._decode(name, shape, piece)
+        merge = self._merge(shape, piece) if ran.partitions > 1 else None
         facts = {**facts, "launches": 1 if merge is None else 2}
-        return Launches(plan, shape, ran, piece, decode, merge, facts)
+        return Launches(plan, shape, ran, piece, self._joined(decode, merge), facts)
 
     def _disproof(self, name: str, split: bool, shape: Shape) -> str | None:
         """Why a tile must not be trusted here; None once it gave the right answer."""
@@ -216,8 +231,13 @@ class JitBackend(MlxBackend, ABC):
         return reason
 
 
-def leading(shape: Shape, partitions: int) -> tuple[int, int, int]:
+def leading(shape: Shape, pieces: int) -> tuple[int, int, int]:
     """Dimensions before `kv_lora_rank`: of partial answers, or of results."""
-    if partitions > 1:
-        return shape.batch, partitions, shape.rows
+    if pieces > 1:
+        return shape.batch, pieces, shape.rows
     return shape.batch, shape.heads, shape.q_len
+
+
+def count(shape: Shape, piece: int) -> int:
+    """Pieces of the longest sequence."""
+    return max(1, -(-shape.context // piece))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import mlx.core as mx
 from ..caches import PagedCache
 from ..shapes import Shape
 from . import Call, metal_tiles
-from .jit import DTYPES, JitBackend, Kernel, leading
+from .jit import DTYPES, JitBackend, Kernel, Pass, count, leading
 from .shaders import Text, text
 
 # In the order of the kernels' arguments.
@@ -64,8 +65,8 @@ class MetalBackend(JitBackend):
             return None
         return "this GPU lays out its 8 x 8 matrices in another way"
 
-    def _decode(self, name: str, shape: Shape, partitions: int) -> tuple[Kernel, dict[str, object]]:
-        tile, geometry = metal_tiles.TILES[name], shape.geometry
+    def _decode(self, name: str, shape: Shape, piece: int) -> tuple[Pass, dict[str, object]]:
+        tile, geometry, partitions = metal_tiles.TILES[name], shape.geometry, count(shape, piece)
         dtype, lead = DTYPES[shape.dtype], leading(shape, partitions)
         part = mx.float32 if partitions > 1 else dtype
         template = [
@@ -75,26 +76,31 @@ class MetalBackend(JitBackend):
             ("PAGED", shape.layout == "paged"),
         ]
         threads = tile.threads(geometry)
-        launch = partial(
-            self._kernel(tile.kernel, _INPUTS),
-            template=template,
-            grid=metal_tiles.grid(tile, shape, partitions),
-            threadgroup=(threads, 1, 1),
-            output_shapes=[(*lead, geometry.kv_lora_rank), lead],
-            output_dtypes=[part, mx.float32],
-        )
-        return launch, {"kernel": tile.kernel, "threads": threads}
+        launch = {
+            "template": template,
+            "grid": metal_tiles.grid(tile, shape, partitions),
+            "threadgroup": (threads, 1, 1),
+            "output_shapes": [(*lead, geometry.kv_lora_rank), lead],
+            "output_dtypes": [part, mx.float32],
+        }
+        facts = {"kernel": tile.kernel, "threads": threads}
+        return Pass(self._kernel(tile.kernel, _INPUTS), launch), facts
 
-    def _merge(self, shape: Shape, partitions: int) -> Kernel:
+    def _merge(self, shape: Shape, piece: int) -> Pass:
         dtype, rank, whole = DTYPES[shape.dtype], shape.geometry.kv_lora_rank, leading(shape, 1)
-        return partial(
-            self._kernel("reduce", ("part", "part_lse")),
-            template=[("T", dtype), ("RANK", rank)],
-            grid=metal_tiles.merge_grid(shape),
-            threadgroup=(rank // 4, 1, 1),
-            output_shapes=[(*whole, rank), whole],
-            output_dtypes=[dtype, mx.float32],
-        )
+        launch = {
+            "template": [("T", dtype), ("RANK", rank)],
+            "grid": metal_tiles.merge_grid(shape),
+            "threadgroup": (rank // 4, 1, 1),
+            "output_shapes": [(*whole, rank), whole],
+            "output_dtypes": [dtype, mx.float32],
+        }
+        return Pass(self._kernel("reduce", ("part", "part_lse")), launch)
+
+    def _joined(self, decode: Pass, merge: Pass | None) -> Callable[..., Sequence[mx.array]]:
+        if merge is None:
+            return lambda *inputs: decode(inputs)
+        return lambda *inputs: merge(decode(inputs))
 
     def _inputs(self, call: Call, piece: int) -> list[mx.array]:
         """MLX puts what has fewer than 8 elements into another address space, which would be

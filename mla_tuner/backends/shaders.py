@@ -38,9 +38,13 @@ def digest(texts: Iterable[Text]) -> str:
     return sha256("\0".join(part for text in texts for part in text).encode()).hexdigest()[:16]
 
 
+def folder(kind: str) -> Path:
+    """Where the files of a kind of device are: below `shaders/`."""
+    return next((each for each in _FOLDERS if each.is_dir()), _FOLDERS[0]) / kind
+
+
 def _read(name: str) -> str:
-    folder = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
-    return (folder / name).read_text(encoding="utf-8")
+    return (folder(".") / name).read_text(encoding="utf-8")
 
 
 _COMMENT_OR_LITERAL = re.compile(

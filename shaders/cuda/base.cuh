@@ -1,4 +1,4 @@
-// Shared by all kernels; goes in front. The back end defines before it: RANK, ROPE, PAGED, ROWS,
+// Shared by all kernels; included first. The back end defines before it: RANK, ROPE, PAGED, ROWS,
 // BITS (type of a number as it lies in memory) and, for 16-bit numbers, HALF ("bf16" or "f16").
 #define MLA __device__ __forceinline__
 namespace mla {
@@ -24,25 +24,40 @@ struct Cache {
 
 // What this block attends, and for whom. Tokens count from the first one of the sequence.
 struct Work {
-  int begin, end;          // tokens of the piece
-  int tokens;              // tokens of the sequence
-  int first, rows, q_len;  // row = head * q_len + query; query i sees q_len - 1 - i tokens fewer
+  int sequence, piece, pieces;  // which piece, of how many that results have room for
+  int begin, end;               // tokens of the piece
+  int start, tokens;            // of the sequence: its first slot of a dense cache, and how many
+  int first, rows, q_len;       // row = head * q_len + query; query i sees q_len - 1 - i tokens fewer
   int block_size, blocks;
   float scale;  // includes log2(e)
 };
 
-// `info` holds 6 numbers of the call, then the first slot and the token count of each sequence.
-MLA Work work(const int* info) {
+// `numbers`: of the call, see `_info` in backends/cuda.py. Where all sequences are alike they tell
+// everything, for the first read of memory takes most of a microsecond. Else each block looks up its
+// piece in `info`.
+template <typename Numbers>
+MLA Work work(const int* info, const Numbers& numbers) {
   Work w;
-  w.begin = blockIdx.z * info[0];
-  w.tokens = info[7 + 2 * blockIdx.y];
-  w.end = min(w.begin + info[0], w.tokens);
-  w.scale = __int_as_float(info[1]);
-  w.rows = info[2];
-  w.q_len = info[3];
+  w.sequence = blockIdx.y;
+  w.piece = blockIdx.z;
+  w.scale = __int_as_float(numbers[1]);
+  w.rows = numbers[2];
+  w.q_len = numbers[3];
+  w.block_size = numbers[4];
+  w.blocks = numbers[5];
+  w.pieces = numbers[6];
+  w.start = numbers[7];
+  w.tokens = numbers[8];
+  if (numbers[9] > 0) {
+    const int4 mine = ((const int4*)info)[blockIdx.y * gridDim.z + blockIdx.z];
+    w.sequence = mine.x;
+    w.piece = mine.y;
+    w.start = mine.z;
+    w.tokens = mine.w;
+  }
+  w.begin = w.piece * (int)numbers[0];
+  w.end = min(w.begin + (int)numbers[0], w.tokens);
   w.first = blockIdx.x * ROWS;
-  w.block_size = info[4];
-  w.blocks = info[5];
   return w;
 }
 
@@ -79,9 +94,9 @@ struct Result {
   bool alone;
 };
 MLA Result result(Bits* out, float* lse, const Work& w) {
-  const i64 row = ((i64)blockIdx.y * gridDim.z + blockIdx.z) * w.rows;
+  const i64 row = ((i64)w.sequence * w.pieces + w.piece) * w.rows;
   Result r;
-  r.alone = gridDim.z == 1;
+  r.alone = w.pieces == 1;
   r.out = r.alone ? out + row * RANK : (Bits*)((float*)out + row * RANK);
   r.lse = lse + row;
   return r;

@@ -35,13 +35,14 @@ MLA void gather_tile(const Cache& c, Slot from, u8* tile, int count) {
   }
 }
 
-MLA void copy_tiles(const Cache& c, const Work& w, int count, u8* shared) {
+// `next`: the block of group `lane` of the first four tiles.
+MLA void copy_tiles(const Cache& c, const Work& w, int count, int next, u8* shared) {
   const int lane = threadIdx.x & 31;
   const u32 full = shared_address(shared), empty = full + EMPTY_AT;
   const bool sixteens = aligned(16, c);
   int* unknown = (int*)(shared + UNKNOWN_AT);
   // Blocks of the groups of four tiles, a group a lane, looked up four tiles ahead.
-  int blocks = 0, next = block_id(c, w, w.begin + lane * GROUP);
+  int blocks = 0;
   int stage = 0;
   u32 parity = 1;
   for (int i = 0; i < count; ++i) {
@@ -106,10 +107,12 @@ MLA void decode(const Query& query, const Cache& c, const Work& w, const Result&
     barriers_ready();
     *(int*)(shared + UNKNOWN_AT) = 0;
   }
-  __syncthreads();
   const int count = max(0, w.end - w.begin + TOKENS - 1) / TOKENS;
-  if (threadIdx.x >= 256)
-    copy_tiles(c, w, count, shared);
+  const bool copies = threadIdx.x >= 256;
+  const int next = copies ? block_id(c, w, w.begin + (threadIdx.x - 256) * GROUP) : 0;  // while others get ready
+  __syncthreads();
+  if (copies)
+    copy_tiles(c, w, count, next, shared);
   else
     compute(query, w, r, count, shared);
 }

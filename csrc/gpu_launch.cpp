@@ -1,0 +1,28 @@
+#include "gpu_launch.h"
+
+namespace mla {
+
+GpuLaunch::Kernel::Kernel(Pass given)
+    : pass(std::move(given)),
+      function(mx::fast::cuda_kernel(pass.name, pass.input_names, pass.output_names, pass.source, pass.header,
+                                     /* ensure_row_contiguous */ false, pass.shared_memory)) {}
+
+std::vector<mx::array> GpuLaunch::Kernel::launch(const std::vector<mx::array>& inputs) const {
+  return function(inputs, pass.output_shapes, pass.output_dtypes, pass.grid, pass.threadgroup, {}, std::nullopt, false,
+                  {});
+}
+
+GpuLaunch::GpuLaunch(Pass decode, std::optional<Pass> merge) : decode_(std::move(decode)) {
+  if (merge) merge_.emplace(std::move(*merge));
+}
+
+std::pair<mx::array, mx::array> GpuLaunch::operator()(const std::vector<mx::array>& inputs) const {
+  auto results = decode_.launch(inputs);
+  if (merge_) {
+    results.push_back(inputs.back());
+    results = merge_->launch(results);
+  }
+  return {results[0], results[1]};
+}
+
+}  // namespace mla

@@ -1,0 +1,6 @@
+// All of the merge kernel.
+#include "base.cuh"
+#ifdef HALF
+#include "pack.cuh"
+#endif
+#include "merge.cuh"
