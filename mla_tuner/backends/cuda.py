@@ -84,13 +84,15 @@ class CudaBackend(JitBackend):
         dtype.
         """
         tile, pieces, rank = cuda_tiles.TILES[name], count(shape, piece), _rank(shape)
-        lead = leading(shape, pieces)
-        width = rank * 4 // DTYPE_BYTES[shape.dtype] if pieces > 1 else rank
+        out = lse = leading(shape, pieces)
+        width = rank
+        if pieces > 1:
+            lse, width = (shape.batch, shape.rows, pieces), rank * 4 // DTYPE_BYTES[shape.dtype]
         grid = cuda_tiles.grid(tile, shape, piece)
         launch = {
             "grid": grid,
             "threadgroup": (tile.threads, 1, 1),
-            "output_shapes": [(*lead, width), lead],
+            "output_shapes": [(*out, width), lse],
             "output_dtypes": [DTYPES[shape.dtype], mx.float32],
         }
         facts = {
@@ -164,19 +166,25 @@ def _tile_text(tile: cuda_tiles.Tile, shape: Shape) -> dict[str, Any]:
 def _merge_text(shape: Shape) -> dict[str, Any]:
     defines, inputs = cuda_tiles.merge_defines(shape), ("part", "part_lse", "info")
     call = "merge(part, part_lse, part_lse_shape, info, info_strides"
-    return _text("merge", defines, inputs, call, cuda_tiles.MERGE_THREADS)
+    return _text("merge", defines, inputs, call, cuda_tiles.MERGE_THREADS, together=3)
 
 
 def _text(
-    kernel: str, defines: dict[str, int | str], inputs: tuple[str, ...], call: str, threads: int
+    kernel: str,
+    defines: dict[str, int | str],
+    inputs: tuple[str, ...],
+    call: str,
+    threads: int,
+    together: int = 1,
 ) -> dict[str, Any]:
     """What `mx.fast.cuda_kernel` makes a kernel of; it is compiled when it first runs.
 
     MLX builds the text anew at every call and hashes it at every evaluation, 0.25 us a KB on one
     H200's host (MLX 0.32.4, 2026-11-29): so it only names the file where the kernel is.
 
-    Without launch bounds a compiler leaves registers for 1024 threads. MLX has no place for them,
-    so they are put in front of the kernel's name, which MLX makes of ours.
+    Without launch bounds, `together` blocks of `threads` on a core, a compiler leaves registers for
+    1024 threads. MLX has no place for them, so they are put in front of the kernel's name, which
+    MLX makes of ours.
     """
     values = "_".join(str(value).strip('"').replace(" ", "_") for value in defines.values())
     name = f"mla_{kernel}_{values}"
@@ -184,7 +192,7 @@ def _text(
     lines = (
         *(f"#define {key} {value}" for key, value in defines.items()),
         f'#include "{folder("cuda") / kernel}.cu"',
-        f"#define {full} __launch_bounds__({threads}, 1) {full}\n",
+        f"#define {full} __launch_bounds__({threads}, {together}) {full}\n",
     )
     return {
         "name": name,

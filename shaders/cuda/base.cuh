@@ -86,19 +86,26 @@ MLA Slot slot(const Cache& c, const Work& w, int block, int token) {
   return s;
 }
 
+// Natural logarithms of a piece's sums, by row; all pieces of a row lie together.
+struct Lse {
+  float* of_row_0;
+  int pieces;
+  MLA float& operator[](int row) const { return of_row_0[(i64)row * pieces]; }
+};
 // Where the results go: rows of this piece. `alone`: one piece, so they are final and of the
 // caller's dtype. Else they are floats, and those of a row whose LSE is -inf are not read.
 struct Result {
-  Bits* out;   // [rows, RANK]
-  float* lse;  // [rows], natural logarithm
+  Bits* out;  // [rows, RANK]
+  Lse lse;
   bool alone;
 };
 MLA Result result(Bits* out, float* lse, const Work& w) {
-  const i64 row = ((i64)w.sequence * w.pieces + w.piece) * w.rows;
+  const int row = (w.sequence * w.pieces + w.piece) * w.rows;  // 2^31 rows would take 2 TB and more
   Result r;
   r.alone = w.pieces == 1;
-  r.out = r.alone ? out + row * RANK : (Bits*)((float*)out + row * RANK);
-  r.lse = lse + row;
+  r.out = r.alone ? out + (i64)row * RANK : (Bits*)((float*)out + (i64)row * RANK);
+  r.lse.of_row_0 = lse + (row - w.piece * w.rows + w.piece);
+  r.lse.pieces = w.pieces;
   return r;
 }
 

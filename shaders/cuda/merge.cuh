@@ -19,10 +19,11 @@ MLA void write_four(float* to, float4 x) { *(float4*)to = x; }
 MLA void write_four(unsigned short* to, float4 x) { *(uint2*)to = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
 #endif
 
-// Partial answers of a sequence: part [pieces, rows, RANK], part_lse [pieces, rows].
+// Partial answers of a sequence: part [room, rows, RANK], part_lse [rows, room]; `pieces` of `room`
+// are there.
 struct Parts {
   const float *part, *part_lse;
-  int rows, pieces;
+  int rows, room, pieces;
 };
 
 // Adds up every groups-th piece, from `member` on, of `EACH` units of a row; returns their weights.
@@ -30,21 +31,21 @@ template <int EACH>
 MLA float add_pieces(float4 (&sum)[EACH], const Parts& p, int row, int dim, int member, int groups, float& top) {
   constexpr int COUNT = AHEAD / EACH;
   const int lane = threadIdx.x & 15;
-  const float *from = p.part + (i64)row * RANK + dim, *from_lse = p.part_lse + row;
+  const float *from = p.part + (i64)row * RANK + dim, *from_lse = p.part_lse + (i64)row * p.room;
   float4 x[COUNT][EACH];
   float x_lse[COUNT];
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     const int piece = member + i * groups;
     const bool there = piece < p.pieces;
-    x_lse[i] = there ? from_lse[piece * p.rows] : minus_infinity();
+    x_lse[i] = there ? from_lse[piece] : minus_infinity();
 #pragma unroll
     for (int j = 0; j < EACH; ++j)
       x[i][j] = there ? __ldcg((const float4*)(from + (i64)piece * p.rows * RANK + j * 64)) : float4();
   }
   top = minus_infinity();
 #pragma unroll 4
-  for (int piece = lane; piece < p.pieces; piece += 16) top = fmaxf(top, from_lse[piece * p.rows]);
+  for (int piece = lane; piece < p.pieces; piece += 16) top = fmaxf(top, from_lse[piece]);
 #pragma unroll
   for (int step = 8; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
   if (top == minus_infinity()) top = 0.0f;
@@ -57,7 +58,7 @@ MLA float add_pieces(float4 (&sum)[EACH], const Parts& p, int row, int dim, int 
     for (int j = 0; j < EACH; ++j) add_piece(sum[j], x[i][j], weight);
   }
   for (int piece = member + COUNT * groups; piece < p.pieces; piece += groups) {
-    const float weight = weight_of(from_lse[piece * p.rows], top);
+    const float weight = weight_of(from_lse[piece], top);
     total += weight;
 #pragma unroll
     for (int j = 0; j < EACH; ++j)
@@ -108,13 +109,14 @@ MLA void merge_units(const Parts& p, int groups, Bits* out, float* lse) {
 // How the back end wants the work shared shows in the number of blocks. `info`: as in base.cuh; where
 // sequences differ, their pieces' numbers follow the pieces.
 template <typename Shape, typename Numbers>
-MLA void merge(const void* part, const float* part_lse, const Shape& lse_shape,  // [batch, pieces, rows]
+MLA void merge(const void* part, const float* part_lse, const Shape& lse_shape,  // [batch, rows, room]
                const int* info, const Numbers& numbers, void* out, float* lse) {
-  const int b = blockIdx.y, room = lse_shape[1];
+  const int b = blockIdx.y;
   Parts p;
-  p.pieces = numbers[9] > 0 ? info[4 * numbers[9] + b] : room;
-  p.rows = lse_shape[2];
-  const i64 first = (i64)b * room * p.rows;
+  p.rows = lse_shape[1];
+  p.room = lse_shape[2];
+  p.pieces = numbers[9] > 0 ? info[4 * numbers[9] + b] : p.room;
+  const i64 first = (i64)b * p.room * p.rows;
   p.part = (const float*)part + first * RANK;
   p.part_lse = part_lse + first;
   Bits* to = (Bits*)out + (i64)b * p.rows * RANK;
