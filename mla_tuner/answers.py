@@ -50,6 +50,7 @@ def tune_answer(
         "already_tuned": len(summary.skipped_known),
         "dropped_rounds": summary.dropped,
         "paused_s": round(summary.paused_s, 2),
+        "compiled": [{"kernel": name, "seconds": round(s, 2)} for name, s in summary.compiled],
         "plans": [{**row_answer(row), "new": row.bucket in new} for row in rows],
         "not_reached": _reasons(summary.not_reached),
         "failed": _reasons(summary.failed),

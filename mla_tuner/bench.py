@@ -91,19 +91,21 @@ def bench(
             }
             for measurement in refused.values():
                 progress(measurement)
+            runner = runners(shape, 0)
             found = measure(
                 shape,
                 [plan for plan in asked if plan not in refused],
                 budget_s=budget_s / len(shapes),
-                runner=runners(shape, 0),
+                runner=runner,
                 progress=progress,
             )
             timed = {measurement.plan: measurement for measurement in found}
-            yield from (row({**timed, **refused}[plan]) for plan in asked)
+            clock = "gpu" if runner.queued else "wall"
+            yield from ({**row({**timed, **refused}[plan]), "clock": clock} for plan in asked)
 
 
 def row(measurement: Measurement) -> Row:
-    """The JSON row of one measurement.
+    """The JSON row of one measurement; `bench` adds by which clock.
 
     `gb_per_s` counts the cache once and `gflop_per_s` the operations of the scores and values,
     whatever a path really does. `ratio_to_mlx` is a speed-up: time of `mlx` over time of this plan,

@@ -36,6 +36,7 @@ NORMAL_REACH = 64.0  # that of normally distributed q and k is about 40
 SCALE = 192**-0.5  # DeepSeek's: qk_nope_head_dim 128 + qk_rope_head_dim 64
 WILD_BLOCK = 2147480000  # in table entries past the end: whoever reads them is caught
 _CHUNK = 4096  # tokens of the reference that are held in float64 at once
+_PIECE_BYTES = 64 << 20  # of random numbers that a large pool repeats: making more takes seconds
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def make_case(
     strided: bool = False,
     logit_scale: float = 1.0,
     poison: bool = True,
+    distinct: int = 0,
 ) -> Case:
     """Random inputs for `shape`; equal seeds give equal numbers.
 
@@ -115,12 +117,14 @@ def make_case(
     strided: dense layout: `[:, :, :T]` of a longer buffer, not contiguous where batch > 1.
     logit_scale: factor of the queries.
     poison: NaN in every unused slot, and wild ids in table entries past the end.
+    distinct: paged layout only: about as many tokens differ, for the rest tables name the same
+    blocks again and again. The truth of a long context is quick then. 0: all of them do.
     """
     rng = np.random.Generator(np.random.SFC64(seed))
     q_nope, q_pe = _queries(rng, shape, logit_scale)
     cache: Cache
     if shape.layout == "paged":
-        cache = _paged(rng, shape, block_size, poison)
+        cache = _paged(rng, shape, block_size, poison, distinct)
     else:
         cache = _dense(rng, shape, starts, strided, poison)
     return Case(shape, q_nope, q_pe, cache, SCALE)
@@ -142,17 +146,24 @@ def _queries(
     return make(rank), make(rope) if rope else None
 
 
-def _paged(rng: np.random.Generator, shape: Shape, block_size: int, poison: bool) -> PagedCache:
+def _paged(
+    rng: np.random.Generator, shape: Shape, block_size: int, poison: bool, distinct: int
+) -> PagedCache:
     how, lengths = _FORMATS[shape.dtype], shape.all_lengths
     counts = [-(-n // block_size) for n in lengths]
+    most = max(2, distinct // (block_size * shape.batch)) if distinct else max(counts)
+    owned = [min(count, most) for count in counts]
     spare = 2  # blocks that belong to nobody
-    bits = how.random(rng, (sum(counts) + spare, block_size, shape.geometry.width))
+    bits = how.random(rng, (sum(owned) + spare, block_size, shape.geometry.width))
     order = rng.permutation(len(bits)).astype(np.int32)
     table = np.full((shape.batch, max(counts) + 2), WILD_BLOCK if poison else 0, np.int32)
     at = spare
-    for row, count, length in zip(table, counts, lengths, strict=True):
-        row[:count] = order[at : at + count]
-        at += count
+    for row, count, own, length in zip(table, counts, owned, lengths, strict=True):
+        blocks = order[at : at + own]
+        at += own
+        if own < count:  # the last block, which may not be full, stays the only one
+            blocks = np.append(rng.choice(blocks[:-1], count - 1), blocks[-1])
+        row[:count] = blocks
         if poison and length % block_size:
             bits[row[count - 1], length % block_size :] = how.nan
     if poison:
@@ -237,41 +248,58 @@ def _floats(bits: Bits) -> Floats:
     return bits.astype(np.float64)
 
 
-def _tokens(case: Case, b: int) -> Iterator[Floats]:
-    """The attended tokens of sequence b, `[tokens, width]` a chunk."""
+class _Tokens(NamedTuple):
+    """Some tokens of a sequence, `[tokens, width]`: how often each is there, and from where on;
+    those that are there more than once are seen by every query.
+    """
+
+    latent: Floats
+    times: Floats  # [tokens]
+    start: int
+
+
+def _tokens(case: Case, b: int) -> Iterator[_Tokens]:
+    """The attended tokens of sequence b. Blocks named more than once come once: their order is
+    nothing to a softmax. The last two, which queries may see in part, come as they lie.
+    """
     cache = case.cache
     if isinstance(cache, PagedCache):
         latent, length = _bits(cache.latent), cache.lengths[b]
         block_size = latent.shape[1]
         blocks = np.asarray(cache.block_tables)[b, : -(-length // block_size)]
-        step = max(1, _CHUNK // block_size)
-        for at in range(0, len(blocks), step):
-            chunk = latent[blocks[at : at + step]].reshape(-1, latent.shape[2])
-            yield _floats(chunk[: length - at * block_size])
+        body, tail = blocks[:-2], blocks[-2:]
+        for first, (ids, times) in (
+            (0, np.unique(body, return_counts=True)),
+            (len(body), (tail, np.ones(len(tail)))),
+        ):
+            for at in range(0, len(ids), step := max(1, _CHUNK // block_size)):
+                start = (first + at) * block_size
+                chunk = latent[ids[at : at + step]].reshape(-1, latent.shape[2])[: length - start]
+                often = np.repeat(times[at : at + step].astype(np.float64), block_size)
+                yield _Tokens(_floats(chunk), often[: len(chunk)], start)
         return
     start = cache.starts[b] if cache.starts is not None else 0
     parts = [cache.latent] if cache.k_pe is None else [cache.latent, cache.k_pe]
     for at in range(start, cache.lengths[b], _CHUNK):
         end = min(at + _CHUNK, cache.lengths[b])
-        yield np.concatenate([_floats(_bits(part)[b, 0, at:end]) for part in parts], axis=-1)
+        chunk = np.concatenate([_floats(_bits(part)[b, 0, at:end]) for part in parts], axis=-1)
+        yield _Tokens(chunk, np.ones(end - at), at - start)
 
 
 def _sequence(
-    query: Floats, ahead: NDArray[np.int_], tokens: Iterator[Floats], length: int, rank: int
+    query: Floats, ahead: NDArray[np.int_], tokens: Iterator[_Tokens], length: int, rank: int
 ) -> _Truth:
     """The truth `[rows, ...]` of one sequence, by chunks with a running maximum."""
     top = np.full((len(query), 1), -np.inf)
     total, out, longest = np.zeros_like(top), np.zeros((len(query), rank)), 0.0
-    at = 0
-    for chunk in tokens:
+    for chunk, times, at in tokens:
         scores = query @ chunk.T
         longest = max(longest, float(np.linalg.norm(chunk, axis=1).max()))
         hidden = np.arange(at, at + len(chunk)) >= (length - ahead)[:, None]
         scores[hidden] = -np.inf
-        at += len(chunk)
         new_top = np.maximum(top, scores.max(axis=1, keepdims=True))
         base = np.where(np.isfinite(new_top), new_top, 0.0)
-        weights, shrink = np.exp(scores - base), np.exp(top - base)
+        weights, shrink = np.exp(scores - base) * times, np.exp(top - base)
         total = total * shrink + weights.sum(axis=1, keepdims=True)
         out = out * shrink + weights @ chunk[:, :rank]
         top = new_top
@@ -305,10 +333,10 @@ def check(
 
 
 def _picked(case: Case, array: mx.array, rows: Sequence[int] | None) -> Floats:
-    floats = _floats(_bits(array))
-    if rows is None:
-        return floats
-    return floats.reshape(case.shape.batch, case.shape.rows, *floats.shape[3:])[:, list(rows)]
+    bits = _bits(array)
+    if rows is not None:
+        bits = bits.reshape(case.shape.batch, case.shape.rows, *bits.shape[3:])[:, list(rows)]
+    return _floats(bits)
 
 
 def _lse_fault(got: Floats, want: _Truth, plan: Plan) -> str | None:
@@ -344,9 +372,15 @@ class Pool:
         how, width = _FORMATS[dtype], geometry.width
         self.dtype, self.geometry, self.seed = dtype, geometry, seed
         # A multiple of 64 tokens serves every block size that is a power of two up to 64.
-        self.tokens = max(1, nbytes // (64 * width * DTYPE_BYTES[dtype])) * 64
+        unit = 64 * width * DTYPE_BYTES[dtype]
+        self.tokens = max(1, nbytes // unit) * 64
+        piece = min(self.tokens, max(1, _PIECE_BYTES // unit) * 64)
         rng = np.random.Generator(np.random.SFC64(seed))
-        self._rows = how.array(how.random(rng, (self.tokens, width)))  # [tokens, width]
+        rows = how.array(how.random(rng, (piece, width)))
+        pieces = [rows] * (self.tokens // piece) + [rows[: self.tokens % piece]]
+        self._rows = mx.concatenate(pieces)  # [tokens, width], made by the device: see `_placed`
+        mx.eval(self._rows)
+        self._blocks: Bits = np.empty(0)
 
     def ring(self, shape: Shape, block_size: int = 32) -> int:
         """How many cases of that shape share no memory; 0 if the pool is too small for one."""
@@ -369,7 +403,8 @@ class Pool:
         at = k % ring * self._needed(shape, block_size)
         q_nope, q_pe = _queries(np.random.Generator(np.random.SFC64([self.seed, k])), shape)
         cut = self._paged if shape.layout == "paged" else self._dense
-        return Case(shape, q_nope, q_pe, cut(shape, at, block_size), SCALE)
+        q_pe = None if q_pe is None else _placed(q_pe)
+        return Case(shape, _placed(q_nope), q_pe, cut(shape, at, block_size), SCALE)
 
     def _needed(self, shape: Shape, block_size: int) -> int:
         """Tokens of memory that one case takes."""
@@ -383,14 +418,19 @@ class Pool:
         counts = [-(-n // block_size) for n in shape.all_lengths]
         table = np.zeros((shape.batch, max(1, *counts)), np.int32)
         # Scattered over the whole pool, as in a server that has run for a while.
-        order = np.random.Generator(np.random.SFC64(self.seed)).permutation(blocks.shape[0])
+        order = self._order(blocks.shape[0])
         first = at // block_size
         for row, count in zip(table, counts, strict=True):
             row[:count] = order[first : first + count]
             first += count
-        table_array = mx.array(table)
-        mx.eval(blocks, table_array)
-        return PagedCache(blocks, table_array, shape.all_lengths)
+        mx.eval(blocks)
+        return PagedCache(blocks, _placed(mx.array(table)), shape.all_lengths)
+
+    def _order(self, blocks: int) -> Bits:
+        """Blocks at random; the same for every case."""
+        if self._blocks.size != blocks:
+            self._blocks = np.random.Generator(np.random.SFC64(self.seed)).permutation(blocks)
+        return self._blocks
 
     def _dense(self, shape: Shape, at: int, block_size: int) -> DenseCache:
         rank, rope = self.geometry
@@ -405,6 +445,15 @@ class Pool:
 
         k_pe = cut(rope, tokens * rank) if rope else None
         return DenseCache(cut(rank, 0), k_pe, shape.all_lengths)
+
+
+def _placed(array: mx.array) -> mx.array:
+    """A copy that the device made. On a discrete GPU what the host makes lies in memory that both
+    reach, and page by page it moves to where it is used: that would be timed.
+    """
+    copy = array * 1
+    mx.eval(copy)
+    return copy
 
 
 def conformance_subset(backend: Backend) -> Iterator[tuple[str, Case, Plan]]:

@@ -293,6 +293,48 @@ def db_freeze(device: str | None, out: Path | None, db: Path | None, as_json: bo
     _print({"path": str(out), "digest": digest, "rows": rows}, text, as_json)
 
 
+@main.group()
+@click.pass_context
+def share(ctx: click.Context) -> None:
+    """Tables that all devices of a chip family can use."""
+    refuse_unused(ctx)
+
+
+_folder_option = click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("tuning_db"),
+    show_default=True,
+    help="Folder of the tables.",
+)
+
+
+@share.command("export")
+@options(_folder_option, db_option, json_option)
+def share_export(folder: Path, db: Path | None, as_json: bool | None) -> None:
+    """Write <family>.json for each family in the database, with its provenance."""
+    from . import share as tables
+    from .store import Store
+
+    with Store(_db(db), create=False) as store:
+        paths = [str(path) for path in tables.export(store, folder)]
+    _print({"files": paths}, paths, as_json)
+
+
+@share.command("check")
+@options(_folder_option, json_option)
+def share_check(folder: Path, as_json: bool | None) -> None:
+    """Validate all shared tables of a folder. Exit code 1 where one can't be relied on."""
+    from . import share as tables
+
+    files = sorted(set(folder.glob("*.json")) - {folder / tables.SCHEMA_NAME})
+    found = [fault for path in files for fault in tables.check(path)]
+    answer = {"files": [str(path) for path in files], "faults": found}
+    _print(answer, found or [f"{len(files)} checked, nothing is wrong"], as_json)
+    if found:
+        raise click.ClickException("a table can't be relied on: see above")
+
+
 # --- inside ------------------------------------------------------------------------------------
 
 

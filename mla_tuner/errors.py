@@ -19,6 +19,10 @@ class StoreError(TunerError):
     """The tuning database cannot be opened, read or written."""
 
 
+class ShareError(TunerError):
+    """A shared table cannot be written, or must not be."""
+
+
 class BusyError(TunerError):
     """Another process is tuning on this machine, or its state makes timings worthless."""
 

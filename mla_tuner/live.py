@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import cached_property
+from math import ceil, inf
 
 import mlx.core as mx
 
-from . import cases, ops
+from . import backends, cases, ops
+from .backends.head_start import HeadStart, head_start
 from .device import GB, Device, use
 from .measure import Checked, Runner
 from .plan import Plan
@@ -18,6 +22,13 @@ from .worker import Worker
 
 COLD_CACHES = 3  # times the last-level cache that a ring of cases covers
 MEMORY_SHARE = 0.25  # of the machine's memory that a ring may take
+ROOMY_SHARE = 1 / 16  # of a GPU's memory: smaller caches of two processes fit side by side
+CHECKED_TOKENS = 1 << 14  # that differ in a case for the check: the truth of more takes seconds
+FIRST_HEAD_START_S = 40e-6  # a call, before it is known how long the host takes
+TRIES = 4  # for the host to get ahead of the GPU
+# Of a graph, before MLX hands it to the GPU. Its own limits would hand out ten or more a chain, and
+# with ten in flight MLX waits for one to end: the host would never get ahead.
+WHOLE_CHAINS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "1000000"}
 
 
 class LiveRunners:
@@ -27,13 +38,23 @@ class LiveRunners:
     """
 
     def __init__(self, device: Device) -> None:
+        if device.backend == "cuda":
+            for name, value in WHOLE_CHAINS.items():  # MLX reads them at its first launch
+                os.environ.setdefault(name, value)
         use(device)
         self.device = device
         self._pool: cases.Pool | None = None
         self._pool_bytes = 0
 
-    def __call__(self, shape: Shape, seed: int) -> Runner:
-        return LiveRunner(shape, self.pool_for, seed)
+    def __call__(self, shape: Shape, seed: int) -> LiveRunner:
+        if self.clock:
+            mx.clear_cache()  # what the host has read of the last one would be used, and timed
+        return LiveRunner(shape, self, seed)
+
+    @cached_property
+    def clock(self) -> HeadStart | None:
+        """What gives GPU time; None where chains are timed from outside."""
+        return head_start(self.device.backend)
 
     @contextmanager
     def fresh(self, shape: Shape, seed: int) -> Iterator[Runner]:
@@ -71,6 +92,11 @@ class LiveRunners:
             self._pool_bytes = wanted
         return pool
 
+    def ring(self, shape: Shape) -> int:
+        """How many cases follow one another: as many as it takes until the first one is cold."""
+        cold = ceil(COLD_CACHES * self.device.cache_bytes / max(1, shape.cache_bytes))
+        return min(self.pool_for(shape).ring(shape), cold + 1)
+
     def _drop_pool(self) -> None:
         self._pool, self._pool_bytes = None, 0
         mx.clear_cache()
@@ -86,15 +112,20 @@ def _serves(pool: cases.Pool, dtype: str, geometry: Geometry, nbytes: int) -> bo
 class LiveRunner:
     """Runs plans on MLX's default device as serving does, on a ring of cold caches."""
 
-    def __init__(
-        self, shape: Shape, pool_for: Callable[[Shape], cases.Pool], seed: int = 0
-    ) -> None:
+    def __init__(self, shape: Shape, runners: LiveRunners, seed: int = 0) -> None:
         self.shape = shape
-        self._pool_for, self._seed = pool_for, seed
+        self._runners, self._seed, self._clock = runners, seed, runners.clock
+        self._host_s: dict[Plan, float] = {}  # of queueing a call, where the host was ahead
+        self._read: list[mx.array | None] = []
         self._ring: list[cases.Case] = []
         self._at = 0
         self._probe: cases.Case | None = None
         self._checked: dict[Plan, Checked] = {}
+
+    @property
+    def queued(self) -> bool:
+        """See `Runner.queued`."""
+        return self._clock is not None
 
     def check(self, plan: Plan) -> Checked:
         """Against float64 on some rows of every row tile; NaN in the slots that nobody may read."""
@@ -103,21 +134,27 @@ class LiveRunner:
         return self._checked[plan]
 
     def _check(self, plan: Plan) -> Checked:
-        self._pool_for(self.shape)  # refuses what would make the machine swap
-        case = self._probe = self._probe or cases.make_case(self.shape, seed=self._seed)
+        self._runners.pool_for(self.shape)  # refuses what would make the machine swap
+        case = self._probe = self._probe or cases.make_case(
+            self.shape, seed=self._seed, distinct=CHECKED_TOKENS
+        )
         start = self.now()
         out, lse = self._call(case, case.q_nope, plan, return_lse=plan.native)
         mx.eval(out) if lse is None else mx.eval(out, lse)
         first_s = self.now() - start
         found = cases.check(case, out, lse, plan, rows=self._rows())
+        if self._clock:  # MLX moves to the host what the host reads, and would use it again
+            self._read += [out, lse]
         warm_s = self._warm(case, plan, first_s) if found.ok else first_s
         return Checked(found.ok, found.max_error, found.reason, warm_s)
 
     def _warm(self, case: cases.Case, plan: Plan, first_s: float) -> float:
         """Seconds of a second call: the first may load and compile. On a CPU that takes some
-        milliseconds: what takes a second there takes it again.
+        milliseconds: what takes a second there takes it again. So do MLX's own paths on a GPU, or
+        if not, one call makes a sample.
         """
-        if first_s > 1.0 and mx.default_device().type is mx.cpu:
+        slow_s = 1.0 if mx.default_device().type is mx.cpu else inf if plan.native else 0.25
+        if first_s > slow_s:
             return first_s
         start = self.now()
         mx.eval(self._call(case, case.q_nope, plan)[0])
@@ -131,6 +168,12 @@ class LiveRunner:
 
     def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
         chain = [self._next() for _ in range(inner)]
+        seconds = self._queued(plan, chain) if self._clock else self._waited(plan, chain)
+        run = ops.last_run()
+        return seconds / inner, run.executed if run else None
+
+    def _waited(self, plan: Plan, chain: Sequence[cases.Case]) -> float:
+        """Seconds from the first line of Python to the last result."""
         start = time.perf_counter()
         out: mx.array | None = None
         for case in chain:
@@ -138,9 +181,25 @@ class LiveRunner:
             query = case.q_nope if out is None else mx.depends([case.q_nope], [out])[0]
             out, _ = self._call(case, query, plan)
         mx.eval(out)
-        seconds = (time.perf_counter() - start) / inner
-        run = ops.last_run()
-        return seconds, run.executed if run else None
+        return time.perf_counter() - start
+
+    def _queued(self, plan: Plan, chain: Sequence[cases.Case]) -> float:
+        """Seconds on the GPU, with all of the chain queued before it began. Where the host never
+        gets ahead, its delays are in them.
+        """
+        assert self._clock
+        host_s = self._host_s.get(plan, FIRST_HEAD_START_S) * len(chain)
+        for _ in range(TRIES):
+            out = chain[0].q_nope
+            for case in chain:  # an answer is the next query: a graph overlaps what has no edge
+                out, _ = self._call(case, out, plan)
+            wait_s = 1.5 * host_s + 1e-4
+            timed = self._clock.time(out, wait_s)
+            if timed.ahead:
+                self._host_s[plan] = timed.host_s / len(chain)
+                break
+            host_s = max(timed.host_s, 2 * wait_s)
+        return timed.gpu_s
 
     def _call(
         self, case: cases.Case, query: mx.array, plan: Plan, return_lse: bool = False
@@ -153,11 +212,10 @@ class LiveRunner:
 
     def _next(self) -> cases.Case:
         """The next case of the ring, so that its cache has long been evicted."""
-        pool = self._pool_for(self.shape)
         if self._at == len(self._ring):
-            self._ring.append(pool.case(self.shape, self._at))
+            self._ring.append(self._runners.pool_for(self.shape).case(self.shape, self._at))
         case = self._ring[self._at]
-        self._at = (self._at + 1) % pool.ring(self.shape)
+        self._at = (self._at + 1) % self._runners.ring(self.shape)
         return case
 
     def now(self) -> float:
@@ -176,29 +234,67 @@ class IsolatedRunners:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._worker = Worker("the process of the search", _Host, device)
+        self._duels = Worker("the process of the duel", _Host, device)
+        self._compiled: list[tuple[str, float]] = []  # in processes that have ended
 
     def __enter__(self) -> IsolatedRunners:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._worker.close()
+        self._duels.close()
 
     def __call__(self, shape: Shape, seed: int) -> Runner:
         return RemoteRunner(self._worker, shape, seed)
 
     @contextmanager
     def fresh(self, shape: Shape, seed: int) -> Iterator[Runner]:
-        """See `Runners.fresh`."""
+        """See `Runners.fresh`. On an NVIDIA GPU all duels share one process, which knows nothing of
+        the search: another one would compile every kernel again, for seconds.
+        """
+        large = shape.cache_bytes > ROOMY_SHARE * self.device.memory_gb * GB
+        if large or self.device.backend != "cuda":
+            _make_room(self._worker)
         try:
-            if self._worker.alive:
-                self._worker.call("make_room")
-        except Exception:  # its memory is free when it has ended, too
-            self._worker.close()
-        with closing(Worker("the process of the duel", _Host, self.device)) as worker:
-            yield RemoteRunner(worker, shape, seed)
+            yield RemoteRunner(self._duels, shape, seed)
+        finally:
+            if self.device.backend != "cuda":
+                self._compiled += _compiled(self._duels)
+                self._duels.close()
+            elif large:
+                _make_room(self._duels)
+
+    def queued(self) -> bool:
+        """Whether GPU time is measured; False where no process can say."""
+        return _queued(self._worker)
+
+    def compiled(self) -> list[tuple[str, float]]:
+        """Names of the kernels that were compiled, and seconds; without those of crashed ones."""
+        return [*self._compiled, *_compiled(self._worker), *_compiled(self._duels)]
 
     def now(self) -> float:
         return time.perf_counter()
+
+
+def _queued(worker: Worker) -> bool:
+    with suppress(Exception):
+        return bool(worker.call("queued"))
+    return False
+
+
+def _make_room(worker: Worker) -> None:
+    try:
+        if worker.alive:
+            worker.call("make_room")
+    except Exception:  # its memory is free when it has ended, too
+        worker.close()
+
+
+def _compiled(worker: Worker) -> list[tuple[str, float]]:
+    with suppress(Exception):  # it is for people, and changes nothing
+        if worker.alive:
+            return list(worker.call("compiled"))
+    return []
 
 
 class RemoteRunner:
@@ -206,6 +302,11 @@ class RemoteRunner:
 
     def __init__(self, worker: Worker, shape: Shape, seed: int) -> None:
         self._worker, self._what = worker, (shape, seed)
+
+    @cached_property
+    def queued(self) -> bool:
+        """As `LiveRunner.queued`; False where no process can say: the first check tells why."""
+        return _queued(self._worker)
 
     def check(self, plan: Plan) -> Checked:
         """As `LiveRunner.check`; a death is a `DeviceError`, the next call starts another one."""
@@ -237,6 +338,12 @@ class _Host:
 
     def sample(self, what: tuple[Shape, int], plan: Plan, inner: int) -> tuple[float, Plan | None]:
         return self._of(what).sample(plan, inner)
+
+    def queued(self) -> bool:
+        return self._runners.clock is not None
+
+    def compiled(self) -> tuple[tuple[str, float], ...]:
+        return tuple(backends.get(self._runners.device.backend).compiled())
 
     def make_room(self) -> None:
         self._what = self._runner = None

@@ -32,8 +32,12 @@ CANARY_MEMORY = 5  # rounds in that median; dropped ones count, so a lasting cha
 PAUSE_S = 0.05  # after a dropped round: long enough for a short disturbance to pass
 LONGEST_PAUSE_S = 1.6  # each pause is twice the last where that did not help
 SAMPLE_S = 1e-3  # shorter samples are mostly timer and scheduler
+QUEUED_SAMPLE_S = 4e-4  # of GPU time, with neither of them in it
 MAX_INNER = 64  # about as many layers as a model has: nobody chains more before a sync
-LONGEST_CHAIN_S = 10 * SAMPLE_S  # of a chain that is only as long as that of another plan
+LONGEST_CHAIN = 10  # samples that a chain may last if it is only as long as that of another plan
+# By the GPU's clock, which a burst of other work does not reach:
+HOPELESS = 4.0  # so much slower once is enough to know where `mlx` stands
+BEHIND = 1.1  # so much slower in every round: two are enough
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Effort:
     signed-rank test too. seconds: after which there are no more rounds than `least`, waits not
     counted. So cheap plans get many rounds and expensive ones enough. The clock may end a race,
     never the score: looking again until the answer pleases would void the intervals.
+    brief: of GPU time, a race that no verdict comes from. `mlx` leaves after one round in which it
+    is `HOPELESS`, others where they are `BEHIND`, and the race ends where each interval to the
+    leader is narrower than this share.
     """
 
     settled: int
@@ -52,6 +59,7 @@ class Effort:
     ranked: bool = False
     seconds: float = math.inf
     least: int = 0
+    brief: float = 0.0
 
 
 # An interval reaches to each side 0.8 standard deviations of a round with 12 rounds, 0.6 with 19,
@@ -59,9 +67,9 @@ class Effort:
 FULL = Effort(settled=MIN_ROUNDS, most=61, seconds=2.0, least=12)  # every plan gets its interval
 # Finds the plan worth a duel. Ten rounds of 4 % noise found a plan 5 % ahead of ten others 31 times
 # of 100, 41 rounds 99 times (simulated).
-SEARCH = Effort(settled=2, most=41, ranked=True, seconds=1.0, least=10)
+SEARCH = Effort(settled=2, most=41, ranked=True, seconds=1.0, least=10, brief=0.015)
 # Picks among a few that are close, from different groups of a search.
-PLAYOFF = Effort(settled=MIN_ROUNDS, most=161, seconds=2.0, least=10)
+PLAYOFF = Effort(settled=MIN_ROUNDS, most=161, seconds=2.0, least=10, brief=0.01)
 DUEL = Effort(settled=MIN_ROUNDS, most=121, seconds=6.0, least=19)  # tells 5 % from noise of 3 %
 
 
@@ -77,6 +85,12 @@ class Checked:
 
 class Runner(Protocol):
     """Where results and times come from: this machine, a recording, or a simulated device."""
+
+    @property
+    def queued(self) -> bool:
+        """Whether samples are GPU time of calls that were queued before they began: no scheduler
+        and no host is in them, so that short ones do. Never raises.
+        """
 
     def check(self, plan: Plan) -> Checked:
         """Runs a plan once against the truth. May raise anything that running it raises."""
@@ -214,6 +228,7 @@ class _Session:
         self.paused_s = 0.0
         self._canary: list[float] = []  # seconds by round, dropped ones included
         self._astray = 0  # rounds dropped in a row
+        self._queued = runner.queued
 
     # --- correctness -------------------------------------------------------------------------
 
@@ -236,25 +251,31 @@ class _Session:
     def _chain(self, entry: _Entry, warm_s: float) -> None:
         """Chained calls that make a sample long enough."""
         entry.cost_s = warm_s
-        if warm_s > LONGEST_CHAIN_S:
+        if warm_s > LONGEST_CHAIN * self._sample_s:
             return
         for again in range(4):  # the first samples may still be slower than what follows
             seconds, _ = self.runner.sample(entry.plan, entry.inner)
             usable = math.isfinite(seconds) and seconds > 0
             entry.cost_s = seconds if usable else warm_s
-            wanted = min(MAX_INNER, math.ceil(SAMPLE_S / seconds)) if usable else 1
+            wanted = min(MAX_INNER, math.ceil(self._sample_s / seconds)) if usable else 1
             if again and wanted <= entry.inner:
                 break
             entry.inner = max(entry.inner, wanted)
+
+    @property
+    def _sample_s(self) -> float:
+        """Seconds that a sample lasts at least."""
+        return QUEUED_SAMPLE_S if self._queued else SAMPLE_S
 
     def _even_out(self) -> None:
         """Chains of one length, as far as that stays cheap: waiting for a chain's end is shared by
         its calls, and a plan just above `SAMPLE_S` would pay twice what one just below it pays.
         """
         live = [entry for entry in self.entries if entry.live]
-        longest = max((entry.inner for entry in live), default=1)
+        longest = 1 if self._queued else max((entry.inner for entry in live), default=1)
+        longest_s = LONGEST_CHAIN * self._sample_s
         for entry in live:
-            affordable = int(LONGEST_CHAIN_S / entry.cost_s) if entry.cost_s > 0 else 1
+            affordable = int(longest_s / entry.cost_s) if entry.cost_s > 0 else 1
             entry.inner = max(entry.inner, min(longest, affordable))
             entry.cost_s *= entry.inner
 
@@ -277,12 +298,23 @@ class _Session:
             progress(self._result(entry))
 
     def _over(self, live: list[_Entry], spent_s: float) -> bool:
-        """Whether one plan is left, or the time for a race used up."""
+        """Whether one plan is left, the time for a race used up, or enough known."""
         if self.rounds < self.effort.settled:
             return False
-        return len(live) == 1 or (
-            spent_s >= self.effort.seconds and self.rounds >= self.effort.least
-        )
+        late = spent_s >= self.effort.seconds and self.rounds >= self.effort.least
+        return len(live) == 1 or late or (self._brief and self._known(live))
+
+    @property
+    def _brief(self) -> bool:
+        return self._queued and self.effort.brief > 0
+
+    def _known(self, live: list[_Entry]) -> bool:
+        """Whether more rounds would change next to nothing: by the width of the intervals, not by
+        where they are.
+        """
+        leader = min(live, key=lambda entry: median(entry.samples or [math.inf]))
+        spans = [median_interval(paired(entry.samples, leader.samples)) for entry in live]
+        return all(span and span[1] - span[0] < self.effort.brief for span in spans)
 
     def _fits(self, live: list[_Entry]) -> bool:
         return self.runner.now() + sum(entry.cost_s for entry in live) < self.deadline
@@ -344,13 +376,17 @@ class _Session:
     def _leave(self) -> None:
         """Plans that can't win any more stop taking time."""
         live = [entry for entry in self.entries if entry.live and entry.samples]
-        if self.rounds < self.effort.settled or not live:
+        if not live:
             return
         leader = min(live, key=lambda entry: median(entry.samples))
         for entry in live:
             ratios = paired(entry.samples, leader.samples)
+            if self.rounds < self.effort.settled:
+                entry.live = not (self._brief and entry.plan == MLX and ratios[0] > HOPELESS)
+                continue
             ranked = self.effort.ranked and entry.plan != MLX
-            if min(ratios) > FAR_BEHIND or (ranked and lost(ratios)):
+            far = BEHIND if ranked and self._brief else FAR_BEHIND
+            if min(ratios) > far or (ranked and lost(ratios)):
                 entry.live = False
 
     # --- results -----------------------------------------------------------------------------

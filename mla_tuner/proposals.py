@@ -19,6 +19,7 @@ OPTUNA_VERSION = str(optuna.__version__)
 EXHAUSTIVE = 48  # plans that are all measured; more are searched by TPE
 GROUP = 12  # plans that TPE proposes at a time, to be measured side by side
 GROUPS = 4
+GAIN = 1.01  # of a group over what was found before, else a search that is in no doubt ends
 
 
 class Proposals(Protocol):
@@ -59,9 +60,11 @@ class Tpe:
     """Many plans: groups that TPE proposes, the first being the best by the analytic prior.
 
     A last group holds what was not proposed around the best: TPE's choice differs from run to run.
+    patient: whether all groups are asked for; else only as long as they bring a gain. That saves
+    time where times are exact, and where they aren't a gain may be missed.
     """
 
-    def __init__(self, plans: Sequence[Plan], seed: int) -> None:
+    def __init__(self, plans: Sequence[Plan], seed: int, patient: bool = True) -> None:
         self.study = optuna.create_study(
             sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=GROUP)
         )
@@ -69,6 +72,7 @@ class Tpe:
         for plan in sorted(plans, key=lambda plan: plan.partitions):
             self.variants.setdefault(_variant(plan), []).append(plan)
         self.groups = 0
+        self.patient, self.gained, self.closed = patient, True, False
         self.seen: dict[Plan, Measurement] = {}
         self.trials: dict[Plan, list[optuna.Trial]] = {}
         for plan in plans[:GROUP]:
@@ -77,8 +81,15 @@ class Tpe:
     def ask(self) -> list[Plan]:
         self.groups += 1
         self.trials = {}
-        if self.groups > GROUPS:
-            return self._neighbours() if self.groups == GROUPS + 1 else []
+        if self.closed:
+            return []
+        if self.groups <= GROUPS and (self.patient or self.gained) and (group := self._proposed()):
+            return group
+        self.closed = True
+        return self._neighbours()
+
+    def _proposed(self) -> list[Plan]:
+        """Unmeasured plans that the sampler likes; empty where it only likes what it has seen."""
         for _ in range(3 * GROUP):  # TPE likes to repeat itself on a small space
             trial = self.study.ask()
             plan = self._plan(trial)
@@ -92,7 +103,7 @@ class Tpe:
 
     def _neighbours(self) -> list[Plan]:
         """Unmeasured plans around the best one: its variant's nearest partition counts."""
-        ratios = {plan: m.ratio for plan, m in self.seen.items() if m.ratio is not None}
+        ratios = self._ratios()
         if not ratios:
             return []
         best = max(ratios, key=ratios.__getitem__)
@@ -102,6 +113,12 @@ class Tpe:
         )
         return near[:GROUP]
 
+    def _ratios(self) -> dict[Plan, float]:
+        return {plan: m.ratio for plan, m in self.seen.items() if m.ratio is not None}
+
+    def _best(self) -> float:
+        return max(self._ratios().values(), default=0.0)
+
     def _plan(self, trial: optuna.Trial) -> Plan:
         """The legal plan nearest to what the sampler wants."""
         variant = trial.suggest_categorical("variant", list(self.variants))
@@ -109,6 +126,8 @@ class Tpe:
         return min(self.variants[variant], key=lambda plan: abs(plan.partitions - wanted))
 
     def tell(self, found: Sequence[Measurement]) -> None:
+        before = self._best()
+        self.gained = any((m.ratio or 0.0) > GAIN * before for m in found)
         for measurement in found:
             self.seen[measurement.plan] = measurement
             for trial in self.trials.get(measurement.plan, []):

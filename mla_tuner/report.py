@@ -110,6 +110,12 @@ def tuned(answer: Answer) -> Iterator[RenderableType]:
             f"{counted(answer['dropped_rounds'], 'round')} did not count, as mlx drifted; "
             f"{duration(answer['paused_s'])} waited for that to pass."
         )
+    if answer["compiled"]:
+        seconds = [each["seconds"] for each in answer["compiled"]]
+        yield (
+            f"{counted(len(seconds), 'kernel')} compiled in {duration(sum(seconds))}, "
+            f"the largest in {duration(max(seconds))}."
+        )
     for kind, title in (("failed", "failed"), ("not_reached", "not reached")):
         rows = answer[kind]
         if rows:
@@ -174,6 +180,8 @@ def benched(rows: Sequence[Answer]) -> Iterator[RenderableType]:
             if row["shape"] == shape:
                 table.add_row(*_bench_cells(row))
         yield table
+    if any(row["clock"] == "gpu" for row in rows):
+        yield "Times are the GPU's, with the queue full: what a call costs a model."
 
 
 def _bench_cells(row: Answer) -> list[str]:

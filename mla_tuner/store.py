@@ -266,6 +266,28 @@ class Store:
             )
             return list(found)
 
+    def runs(self) -> dict[Device, list[dict[str, Any]]]:
+        """Rows of `run` by device, oldest first; devices in the order of their keys."""
+        names = tuple(Device.__dataclass_fields__)
+        with self._clear_errors(), self._sound(_MEND):
+            found: dict[Device, list[dict[str, Any]]] = {}
+            devices = {
+                row["key"]: Device(*(row[name] for name in names))
+                for row in self._db.query("SELECT * FROM device ORDER BY key")
+            }
+            for row in self._db.query("SELECT * FROM run ORDER BY device, id"):
+                if row["device"] not in devices:
+                    raise ValueError(f"run {row['id']}: its device is missing")
+                found.setdefault(devices[row["device"]], []).append(row)
+            return found
+
+    def thresholds(self, device: str, **versions: str) -> list[dict[str, Any]]:
+        """Rows of `threshold` of a device key, with these `kernel`, `mlx` and `system`."""
+        where = " AND ".join(f"{name} = :{name}" for name in ("device", *versions))
+        with self._clear_errors():
+            values = {"device": device, **versions}
+            return list(self._db.query(f"SELECT * FROM threshold WHERE {where}", values))
+
     def check(self) -> dict[str, object]:
         """Integrity, schema version and rows a table.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from itertools import product
 
 from . import backends, recheck
@@ -91,6 +91,7 @@ class Summary:
     """What a run did. Reasons are one sentence each.
 
     `dropped` rounds did not count because `mlx` drifted; `paused_s` is the time waited for that.
+    `compiled` names the kernels that were compiled, in all processes, and the seconds of each.
     """
 
     tuned: list[Row] = field(default_factory=list)
@@ -100,6 +101,7 @@ class Summary:
     seconds: float = 0.0
     dropped: int = 0
     paused_s: float = 0.0
+    compiled: list[tuple[str, float]] = field(default_factory=list)
 
 
 def default_buckets(
@@ -159,17 +161,24 @@ def tune(
     """
     tell = progress or (lambda event: None)
 
-    def state() -> dict[str, object]:
-        if runners is not None or budget_s <= 0:  # this machine is not what is timed
-            return {}
-        return settle(device, force=force, tell=lambda reason: tell(Waiting(reason)))
-
     with ExitStack() as stack:
         stack.enter_context(machine_lock())
-        made = runners or stack.enter_context(IsolatedRunners(device))
+        live = None if runners else stack.enter_context(IsolatedRunners(device))
+        made = runners or live
+        assert made
+
+        def state() -> dict[str, object]:
+            if live is None or budget_s <= 0:  # this machine is not what is timed
+                return {}
+            found = settle(device, force=force, tell=lambda reason: tell(Waiting(reason)))
+            if device.backend == "cuda":
+                found["clock"] = "gpu" if live.queued() else "wall"
+            return found
+
         run = _Run(store, device, made, seed, tell)
         options = {"budget_s": budget_s, "seed": seed, "force": force}
         run.tune(list(dict.fromkeys(buckets)), budget_s, options, state)
+        run.summary.compiled = live.compiled() if live else []
     summary = run.summary
     if summary.not_reached and not (summary.tuned or summary.skipped_known or summary.failed):
         bucket, reason = summary.not_reached[0]
@@ -316,21 +325,31 @@ class _Run:
         runner = self.runners(bucket.shape, self.seed)
         plans = candidates(bucket, self.device, self.backend)[1:]
         few = len(plans) <= EXHAUSTIVE
-        proposals: Proposals = Grid(plans, self.seed) if few else Tpe(plans, self.seed)
+        proposals: Proposals = Grid(plans, self.seed)
+        if not few:
+            proposals = Tpe(plans, self.seed, patient=not runner.queued)
         measured: list[Measurement] = []
         best: list[Plan] = []
+
+        def race(plans: list[Plan], effort: Effort) -> list[Measurement]:
+            """With `mlx`, until GPU time has shown where that stands."""
+            known = measured[0] if runner.queued and _hopeless(measured) else None
+            racers = plans if known else [MLX, *plans]
+            found = self._measure(bucket, runner, racers, deadline, effort)
+            return [_beside(known, each) for each in found] if known else found
+
         group = proposals.ask()
         while not measured or group:  # `mlx` is measured even where it is alone
-            found = self._measure(bucket, runner, [MLX, *best, *group], deadline, SEARCH)
+            found = race([*best, *group], SEARCH)
             measured += found
             proposals.tell(found)
             leader = finalist(found)
             best = [leader.plan] if leader else []
-            if found[0].status != "ok":
+            if any(m.plan == MLX and m.status != "ok" for m in found):
                 break
             group = [plan for plan in proposals.ask() if plan not in best]
         if best and not few:  # those of different groups have not met
-            found = self._measure(bucket, runner, [MLX, *_first(measured)], deadline, PLAYOFF)
+            found = race(_first(measured), PLAYOFF)
             measured += found
             leader = finalist(found) or leader
         return measured, leader.plan if leader else None
@@ -350,6 +369,19 @@ class _Run:
         self.summary.dropped += found[0].dropped
         self.summary.paused_s += found[0].paused_s
         return found
+
+
+def _hopeless(measured: Sequence[Measurement]) -> bool:
+    """Whether `mlx`, which comes first, left a race at once that others stayed in."""
+    others = [m.rounds for m in measured[1:]]
+    return bool(others) and measured[0].rounds == 1 < max(others)
+
+
+def _beside(default: Measurement, measurement: Measurement) -> Measurement:
+    """Its speed-up over `mlx` of an earlier race: the GPU's clock does not drift."""
+    if not (default.median_us and measurement.median_us):
+        return measurement
+    return replace(measurement, ratio=default.median_us / measurement.median_us)
 
 
 def _first(measured: Sequence[Measurement]) -> list[Plan]:

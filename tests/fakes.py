@@ -47,6 +47,9 @@ class FakeBackend:
     def proof(self, plan: Plan, shape: Shape) -> tuple[bool, str]:
         return self.checked
 
+    def compiled(self) -> tuple[tuple[str, float], ...]:
+        return ()
+
     def self_check(self) -> tuple[bool, str]:
         return self.checked
 
@@ -71,6 +74,7 @@ class FakeRunner:
     executed: Callable[[Plan], Plan | None] = lambda plan: plan
     seed: int = 0
     clock: float = 0.0
+    queued: bool = False
     paused: list[float] = field(default_factory=list)
     calls: list[Plan] = field(default_factory=list)
 
@@ -107,6 +111,7 @@ class FakeRunners:
     last: FakeRunner | None = None
     made: list[Shape] = field(default_factory=list)
     duels: list[Shape] = field(default_factory=list)
+    kernels: list[tuple[str, float]] = field(default_factory=list)
 
     def __call__(self, shape: Shape, seed: int) -> FakeRunner:
         self.made.append(shape)
@@ -124,6 +129,12 @@ class FakeRunners:
     def fresh(self, shape: Shape, seed: int) -> Iterator[FakeRunner]:
         self.duels.append(shape)
         yield self(shape, seed)
+
+    def queued(self) -> bool:
+        return bool(self.options.get("queued"))
+
+    def compiled(self) -> list[tuple[str, float]]:
+        return self.kernels
 
     def __enter__(self) -> FakeRunners:
         return self

@@ -42,7 +42,8 @@ def test_a_tiles_name_says_its_rows(name: str) -> None:
     tile = cuda_tiles.TILES[name]
     assert name.startswith(f"r{tile.rows}")
     assert name.removeprefix(f"r{tile.rows}") in ("", "w", "p", "f")
-    assert not tile.tokens or TOKEN_TILE % tile.tokens == 0  # a piece ends where a step does
+    if tile.kernel in ("small", "portable"):  # a piece ends where a step does
+        assert TOKEN_TILE % tile.tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -352,10 +353,10 @@ def test_partial_answers_are_floats(launches: list[dict[str, Any]], dtype: str) 
     name = "r8f" if dtype == "float32" else DEFAULT
     decode(Shape(300, 2, 16, dtype), Plan("split", 3, name))
     first, second = [each for each in launches if "grid" in each]
-    part, part_lse, info = second["inputs"]
+    part, sums, info = second["inputs"]
     assert info is first["inputs"][-1]
     assert part.nbytes == 2 * 3 * 16 * 512 * 4
-    assert part_lse.shape == first["output_shapes"][1] == (2, 16, 3)
+    assert sums.shape == first["output_shapes"][1] == (2, 16, 6)  # largest score, sum of weights
     assert second["output_shapes"] == [(2, 16, 1, 512), (2, 16, 1)]
 
 

@@ -17,7 +17,7 @@ from mla_tuner.shapes import Shape
 
 KEYS = [
     *("shape", "path", "partitions", "tile", "median_us", "p10_us", "p90_us", "ratio_to_mlx"),
-    *("gb_per_s", "gflop_per_s", "max_error", "executed"),
+    *("gb_per_s", "gflop_per_s", "max_error", "executed", "clock"),
 ]
 SHAPE = Shape(4096, 1, 16)
 
@@ -114,7 +114,14 @@ def test_rows(fake: FakeRunners) -> None:
     assert rows[1]["gb_per_s"] == pytest.approx(4096 * 576 * 2 / 500e-6 / 1e9)
     assert rows[1]["gflop_per_s"] == pytest.approx(2 * 16 * 4096 * (512 + 576) / 500e-6 / 1e9)
     assert rows[1]["executed"] == "split x2 r16"
+    assert {row["clock"] for row in rows} == {"wall"}
     assert len(told) == 4
+
+
+def test_rows_say_where_times_are_those_of_the_gpu(fake: FakeRunners) -> None:
+    fake.options["queued"] = True
+    rows = bench.bench([SHAPE], lambda shape: [MLX], device=make_device(), budget_s=60)
+    assert {row["clock"] for row in rows} == {"gpu"}
 
 
 def test_a_failure_has_a_row_without_times(fake: FakeRunners) -> None:

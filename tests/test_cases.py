@@ -97,6 +97,29 @@ def test_long_contexts_are_summed_by_chunks() -> None:
     np.testing.assert_allclose(lse, want_lse, rtol=1e-10)
 
 
+@pytest.mark.parametrize("q_len", [1, 8])
+def test_tokens_that_are_there_more_than_once_count_as_often(q_len: int) -> None:
+    shape = Shape(1000, 3, 2, "float32", q_len=q_len, lengths=(1000, 9, 777))
+    case = make_case(shape, block_size=8, distinct=240)
+    want, want_lse = one_by_one(case)
+    out, lse = reference(case)
+    np.testing.assert_allclose(out, want, rtol=1e-8, atol=1e-12)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-10)
+
+
+def test_a_long_case_holds_as_many_tokens_as_it_is_told() -> None:
+    cache = make_case(Shape(8192, 4, 2), distinct=2048).cache
+    assert isinstance(cache, PagedCache)
+    assert cache.latent.shape[0] * 32 <= 2048 + 64
+    table = np.asarray(cache.block_tables)[:, :256].tolist()
+    assert all(len(set(row)) > 8 for row in table)
+    assert all(row.count(row[-1]) == 1 for row in table)  # it may end half way
+    whole, few = make_case(Shape(512, 2, 2)).cache, make_case(Shape(512, 2, 2), distinct=2048).cache
+    np.testing.assert_array_equal(
+        np.asarray(whole.latent.view(mx.uint16)), np.asarray(few.latent.view(mx.uint16))
+    )
+
+
 # --- inputs
 
 
@@ -166,6 +189,17 @@ def shifted(array: mx.array, by: float, at: Sequence[int]) -> mx.array:
     values = np.array(array)
     values[tuple(at)] += by
     return mx.array(values)
+
+
+def test_rows_are_picked_before_anything_is_computed_of_them() -> None:
+    case = make_case(RAGGED)
+    out, lse = reference(case)
+    spoilt = out.copy()
+    spoilt[:, 0, 0] = np.nan
+    got = mx.array(spoilt.astype(np.float32))
+    rows = list(range(1, RAGGED.rows))
+    assert check(case, got, mx.array(lse.astype(np.float32)), Plan("single"), rows).ok
+    assert not check(case, got, mx.array(lse.astype(np.float32)), Plan("single"), [0]).ok
 
 
 def test_the_truth_passes() -> None:
@@ -252,6 +286,16 @@ def test_a_pool_is_not_copied(layout: str) -> None:
     kept = [pool.case(shape, k) for k in range(3)]
     assert mx.get_active_memory() - before < 1 << 20
     assert len(kept) == pool.ring(shape) == 3
+
+
+def test_a_large_pool_repeats_its_numbers_and_not_its_memory() -> None:
+    pool = Pool("bfloat16", DEEPSEEK, 150 << 20)
+    assert pool.tokens == (150 << 20) // (64 * 1152) * 64
+    assert pool._rows.shape == (pool.tokens, 576)
+    rows = np.asarray(pool._rows.view(mx.uint16))
+    piece = (64 << 20) // (64 * 1152) * 64
+    np.testing.assert_array_equal(rows[:100], rows[piece : piece + 100])
+    assert rows[-1].any()
 
 
 def test_a_pool_refuses_what_it_cannot_serve() -> None:

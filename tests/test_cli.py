@@ -65,7 +65,7 @@ def test_tune_json(fake: FakeRunners, db: Path) -> None:
     found = answer(*TUNE)
     assert list(found) == [
         *("device", "db", "seconds", "tuned", "already_tuned", "dropped_rounds", "paused_s"),
-        *("plans", "not_reached", "failed", "continue"),
+        *("compiled", "plans", "not_reached", "failed", "continue"),
     ]
     assert (found["db"], found["tuned"], found["continue"]) == (str(db), 2, None)
     row = found["plans"][0]

@@ -20,7 +20,7 @@ LAYERS = [
     ["options"],
     ["report"],
     ["answers"],
-    ["tuner", "bench", "verify"],
+    ["tuner", "bench", "share", "verify"],
     ["models", "overview", "parse", "proposals"],
     ["live", "recheck"],
     ["measure", "store"],
@@ -36,8 +36,8 @@ LAYERS = [
     ["backends.jit"],
     ["backends.self_check"],
     ["backends.mlx_paths"],
-    ["backends.shorter"],
-    ["backends.cuda_tiles", "backends.metal_tiles", "backends.shaders"],
+    ["backends.head_start"],
+    ["backends.cuda_tiles", "backends.metal_tiles", "backends.native", "backends.shaders"],
     ["backends"],
     ["caches", "device", "plan"],
     ["shapes"],
@@ -49,7 +49,7 @@ UPWARDS = {("backends", f"backends.{name}") for name in ("cpu", "cuda", "metal")
 DOORS = {
     "click": {"cli", "options"},
     "optuna": {"proposals"},
-    "pydantic": {"models"},
+    "pydantic": {"models", "share"},
     "rich": {"report"},
     "sqlite_utils": {"store"},
 }

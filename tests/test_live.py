@@ -33,6 +33,21 @@ def test_a_ring_covers_the_cache_three_times_within_a_quarter_of_memory() -> Non
         runners.pool_for(Shape(1 << 20, 8, 16))
 
 
+def test_a_ring_is_no_longer_than_the_first_case_takes_to_be_cold() -> None:
+    """The pool of a long context would hold thousands of short ones."""
+    runners = LiveRunners(make_device())
+    long, short = Shape(1 << 17, 1, 4), Shape(1024, 1, 4)
+    pool = runners.pool_for(long)
+    assert runners.ring(long) == 1
+    assert runners.pool_for(short) is pool
+    assert pool.ring(short) > 100
+    assert runners.ring(short) == -(-3 * (32 << 20) // short.cache_bytes) + 1
+    runner = runners(short, 0)
+    for _ in range(100):
+        runner._next()
+    assert len(runner._ring) == runners.ring(short)
+
+
 def test_a_shape_that_does_not_fit_in_memory_is_an_error_for_every_plan() -> None:
     shape = Shape(1 << 20, 8, 16)
     runner = LiveRunners(make_device())(shape, 0)

@@ -127,6 +127,7 @@ def bench_row(**changes: object) -> dict[str, object]:
         "gflop_per_s": 1234.5,
         "max_error": 1.23e-3,
         "executed": "split x64 r128",
+        "clock": "wall",
         **changes,
     }
 
@@ -145,6 +146,9 @@ def test_bench_tables(printed) -> None:
     assert text.count("GFLOP/s") == 2  # one table a shape
     assert "split x64 r128" in text
     assert "ran" in text  # what ran differs from what was asked for
+    assert "queue" not in text
+    timed = "\n".join(printed(report.benched([bench_row(clock="gpu")])))
+    assert "Times are the GPU's, with the queue full" in timed
     assert re.search(r"single r128 +- +- +- +- +- +- +-", text)
 
 
@@ -165,11 +169,13 @@ def test_the_end_of_a_tuning_run(printed) -> None:
     reasons = [(wide.bucket, "needs about 900 s, 3 s are left")]
     summary = Summary(tuned=rows[:1], skipped_known=[wide.bucket], not_reached=reasons, seconds=300)
     summary.dropped, summary.paused_s = 12, 1.7
+    summary.compiled = [("small r16", 2.6), ("merge", 1.0)]
     again = "mla-tune --budget 5m --db /a/path/" + "that/is/long/" * 8 + "tuning.db"
     answer = answers.tune_answer(summary, rows, make_device(), "/a/path/tuning.db", again)
     text = "\n".join(printed(report.tuned(answer)))
     assert re.search(r"32K b1 h16 bf16 +split x64 r128 +112x \[108, 118\] +3.07 ms +new", text)
     assert "12 rounds did not count, as mlx drifted; 2 s waited for that to pass." in text
+    assert "2 kernels compiled in 4 s, the largest in 3 s." in text
     assert "mlx is best" in text
     assert "1 bucket tuned in 5 min, 1 tuned before." in text
     assert "1 not reached:" in text

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from pathlib import Path
@@ -160,6 +161,36 @@ def test_a_wide_search_ends_with_neighbours_of_the_best_and_a_playoff(store: Sto
     assert playoff[0] == ("mlx", 1)
     assert ("split", 23) in playoff
     assert searched.count(("split", 23)) >= 2
+
+
+def test_by_gpu_time_a_hopeless_mlx_is_timed_once_before_its_duel(store: Store) -> None:
+    wide, shape = make_device(132), Shape(1 << 17, 1, 128)
+
+    def seconds(shape: Shape, plan: Plan) -> float:
+        return 1e-9 * prior(plan, shape, 132) if plan.native else 1.0
+
+    runners = FakeRunners(seconds, 1e-3, {"queued": True})
+    summary = tune(store, wide, [shape.bucket], budget_s=1e4, runners=runners)
+    evidence = store.evidence()
+    mlx = [(e["stage"], e["rounds"]) for e in evidence if e["path"] == "mlx"]
+    assert mlx == [("search", 1), ("duel", 6)]
+    split = [e for e in evidence if e["path"] == "split" and e["stage"] == "search"]
+    assert len(split) > proposals.GROUP  # of several races
+    for row in split:
+        truth = 1 / seconds(shape, Plan(row["path"], row["partitions"], row["tile"]))
+        assert row["ratio"] == pytest.approx(truth, rel=0.02)
+    plans = candidates(shape.bucket, wide, FakeBackend())
+    best = min(seconds(shape, plan) for plan in plans)
+    assert seconds(shape, summary.tuned[0].plan) < 1.03 * best
+
+
+def test_by_gpu_time_an_mlx_that_is_close_takes_part_in_every_race(store: Store) -> None:
+    wide, shape = make_device(132), Shape(1 << 17, 1, 128)
+    runners = FakeRunners(lambda shape, plan: 1e-2, 1e-3, {"queued": True})
+    tune(store, wide, [shape.bucket], budget_s=1e5, runners=runners)
+    mlx = [e["rounds"] for e in store.evidence() if e["path"] == "mlx"]
+    assert len(mlx) > 1
+    assert min(mlx) >= 6
 
 
 def test_equal_plans_leave_mlx_in_place(store: Store) -> None:
@@ -391,6 +422,27 @@ def test_tpe_proposes_only_legal_plans_the_likely_ones_first() -> None:
         group = tpe.ask()
     assert len(seen) > proposals.GROUP
     assert min(abs(p.partitions - 30) for p in seen) <= 2
+
+
+def test_an_impatient_search_ends_with_its_gains_and_with_the_neighbours() -> None:
+    plans = [Plan("split", p, "r16") for p in range(2, 129)]
+
+    def groups(patient: bool, gain: float = 0.0) -> list[list[Plan]]:
+        tpe, found = proposals.Tpe(plans, 0, patient), []
+        while group := tpe.ask():
+            found.append(group)
+            tpe.tell([measured(p, 1 + gain * len(found) + p.partitions * 1e-5) for p in group])
+        return found
+
+    brief = groups(False)
+    assert len(brief) == 3  # nothing was gained by the second: one of neighbours follows
+    assert len(groups(True)) > 3
+    assert len(groups(False, gain=0.1)) > 3
+    seen = {plan for group in brief[:2] for plan in group}
+    best = max(seen, key=lambda plan: plan.partitions)
+    near = [abs(math.log(plan.partitions / best.partitions)) for plan in brief[-1]]
+    left = [plan for plan in plans if plan not in {*seen, *brief[-1]}]
+    assert max(near) <= min(abs(math.log(plan.partitions / best.partitions)) for plan in left)
 
 
 def test_optuna_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:

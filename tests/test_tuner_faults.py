@@ -239,6 +239,18 @@ def test_the_state_of_the_machine_and_force_are_stored_with_the_run(
     assert run_row(store)["options"]["force"] is False
 
 
+def test_on_a_gpu_the_run_says_by_which_clock_and_the_summary_what_was_compiled(
+    store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "settle", lambda device, **options: {"load_1m": 0.1})
+    live.kernels, live.options["queued"] = [("small r16", 2.0)], True
+    summary = tune(store, make_device(132, "cuda"), BUCKETS[:1], budget_s=1e4)
+    assert run_row(store)["conditions"] == {"load_1m": 0.1, "clock": "gpu"}
+    assert summary.compiled == [("small r16", 2.0)]
+    tune(store, DEVICE, BUCKETS[:1], budget_s=1e4)
+    assert run_row(store)["conditions"] == {"load_1m": 0.1}
+
+
 def test_a_machine_that_is_not_fit_is_refused_before_anything_is_stored(
     store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch
 ) -> None:

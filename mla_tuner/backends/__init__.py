@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cache
 from itertools import count
 from threading import Lock
@@ -74,6 +74,9 @@ class Backend(Protocol):
 
     def detail(self, ticket: int) -> dict[str, object]:
         """Facts about that execution (isa, threads, tasks); empty where `executed` is None."""
+
+    def compiled(self) -> Sequence[tuple[str, float]]:
+        """Kernels that were compiled in this process so far, and the seconds that each took."""
 
     def self_check(self) -> tuple[bool, str]:
         """Whether the native kernels give right answers here; runs them once, never raises."""

@@ -87,7 +87,8 @@ class CudaBackend(JitBackend):
         out = lse = leading(shape, pieces)
         width = rank
         if pieces > 1:
-            lse, width = (shape.batch, shape.rows, pieces), rank * 4 // DTYPE_BYTES[shape.dtype]
+            lse = shape.batch, shape.rows, 2 * pieces  # largest score and sum of the weights
+            width = rank * 4 // DTYPE_BYTES[shape.dtype]
         grid = cuda_tiles.grid(tile, shape, piece)
         launch = {
             "grid": grid,
@@ -164,9 +165,9 @@ def _tile_text(tile: cuda_tiles.Tile, shape: Shape) -> dict[str, Any]:
 
 
 def _merge_text(shape: Shape) -> dict[str, Any]:
-    defines, inputs = cuda_tiles.merge_defines(shape), ("part", "part_lse", "info")
-    call = "merge(part, part_lse, part_lse_shape, info, info_strides"
-    return _text("merge", defines, inputs, call, cuda_tiles.MERGE_THREADS, together=3)
+    defines, inputs = cuda_tiles.merge_defines(shape), ("part", "sums", "info")
+    call = "merge(part, sums, sums_shape, info, info_strides"
+    return _text("merge", defines, inputs, call, cuda_tiles.MERGE_THREADS, together=4)
 
 
 def _text(

@@ -49,8 +49,8 @@ class Tile:
         """Dynamic shared memory of a block."""
         if self.kernel == "simple":
             return 0
-        if self.kernel == "wide":  # Q and two tiles, weights; largest scores, barriers
-            return (3 * geometry.width + 64) * 128 + 1024
+        if self.kernel == "wide":  # most of Q, weights; tiles; largest scores, barriers
+            return (geometry.width - 64) * 128 + self.stages * self.tokens * geometry.width * 2 + 1024
         # Of a row: weights in two parts, scores of four quarters.
         numbers = 2 * (self.tokens * 2 + 16) + 4 * (self.tokens + 4) * 4
         group = self.tokens // 8
@@ -93,7 +93,7 @@ TILES = {
     "r16": Tile("small", 16, 288, 64, 2),
     "r24": Tile("small", 24, 288, 64, 2),
     "r32": Tile("small", 32, 288, 32, 5),
-    "r64w": Tile("wide", 64, 384, 64, 2),
+    "r64w": Tile("wide", 64, 384, 48, 3),
     "r16p": Tile("portable", 16, 256, 32, 2),
     "r32p": Tile("portable", 32, 256, 32, 2),
     "r8f": Tile("simple", 8, 256),
@@ -209,15 +209,11 @@ def merge_grid(shape: Shape, partitions: int, cores: int | None) -> tuple[int, i
 
 
 def merge_units(units: int, partitions: int, cores: int) -> int:
-    """Units that a team of the merge takes, 1, 2 or 4: as many as it can load at once, where that
-    leaves enough blocks.
+    """Units that a team of the merge takes: 2 where it can load them at once, and where that leaves
+    enough blocks; else 1.
     """
-    each = 4
-    while each > 1 and (
-        each * partitions > _MERGE_AHEAD or units // each < 2 * cores * _MERGE_TEAMS
-    ):
-        each //= 2
-    return each
+    enough = units // 2 >= 4 * cores * _MERGE_TEAMS
+    return 2 if 2 * partitions <= _MERGE_AHEAD and enough else 1
 
 
 def merge_groups(units: int, partitions: int, cores: int) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -30,6 +31,7 @@ from .shaders import Text, digest
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 _PROVEN_DTYPES = ("bfloat16", "float16")  # what models decode in; others are proven at first use
 _TRIES = 3  # of a proof that ends in an error: memory may be short for a moment
+_NOTHING_NEW_S = 0.2  # a proof that takes longer compiles
 _REMEMBERED = 64  # launches, so that threads don't overtake each other at once
 
 Kernel = Callable[..., list[mx.array]]
@@ -67,6 +69,7 @@ class JitBackend(MlxBackend, ABC):
         self._proofs: dict[tuple[object, ...], str | None] = {}
         self._errors: Counter[tuple[object, ...]] = Counter()
         self._proving = Lock()
+        self._compiled: list[tuple[str, float]] = []
         self._passed: tuple[Plan, Shape] | None = None  # what `refusal` let pass last
         self._ready: Launches | None = None  # what ran last
         self._launched: deque[tuple[int, Launches]] = deque(maxlen=_REMEMBERED)
@@ -179,6 +182,10 @@ class JitBackend(MlxBackend, ABC):
     def _launch(self, ticket: int) -> Launches | None:
         return next((ready for known, ready in tuple(self._launched) if known == ticket), None)
 
+    def compiled(self) -> tuple[tuple[str, float], ...]:
+        """One entry a proof that met a kernel for the first time: what it took is compilation."""
+        return tuple(self._compiled)
+
     def self_check(self) -> tuple[bool, str]:
         return self._self_checked
 
@@ -219,12 +226,17 @@ class JitBackend(MlxBackend, ABC):
     def _tried(self, key: tuple[object, ...], shape: Shape) -> str | None:
         name, split = str(key[0]), bool(key[1])
         plan = Plan("split", 3, name) if split else Plan("single", 1, name)
+        started = perf_counter()
         try:
             found = self._device_fault(name)
             found = found or fault(self, plan, shape.dtype, shape.geometry, shape.layout)
         except Exception as error:  # a compile error, too many threads, no memory: serving goes on
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self._errors[key] += 1
+        seconds = perf_counter() - started
+        if seconds > _NOTHING_NEW_S:
+            what = f"{name} {plan.path} {shape.dtype} {shape.geometry} {shape.layout}"
+            self._compiled.append((what, seconds))
         reason = f"tile {name} failed its check here: {found}" if found else None
         if self._errors[key] in (0, _TRIES):
             self._proofs[key] = reason

@@ -6,7 +6,7 @@ padded work, and nothing outside [start, length) is touched, whatever it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -211,6 +211,9 @@ class MlxBackend:
 
     def detail(self, ticket: int) -> dict[str, object]:
         return {}
+
+    def compiled(self) -> Sequence[tuple[str, float]]:
+        return ()
 
     def self_check(self) -> tuple[bool, str]:
         return self.available()

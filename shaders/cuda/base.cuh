@@ -1,6 +1,7 @@
 // Shared by all kernels; included first. The back end defines before it: RANK, ROPE, PAGED, ROWS,
 // BITS (type of a number as it lies in memory) and, for 16-bit numbers, HALF ("bf16" or "f16").
 #define MLA __device__ __forceinline__
+#define MLA_RARE static __device__ __noinline__ void  // out of the way: code, too, is read from memory
 namespace mla {
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -64,9 +65,14 @@ MLA Work work(const int* info, const Numbers& numbers) {
 // One past the last token of the piece that a row sees.
 MLA int row_end(const Work& w, int row) { return min(w.end, w.tokens - w.q_len + 1 + row % w.q_len); }
 
+// Which block of a sequence a token is in. A division takes long, and most sizes are powers of two.
+MLA int block_of(const Work& w, int token) {
+  const bool power = (w.block_size & w.block_size - 1) == 0;
+  return power ? token >> 31 - __clz(w.block_size) : token / w.block_size;
+}
 // The block of the cache that holds a token, as the table has it; 0 where there is no token.
 MLA int block_id(const Cache& c, const Work& w, int token) {
-  return PAGED && token < w.end ? c.table[token / w.block_size * c.table_column] : 0;
+  return PAGED && token < w.end ? c.table[block_of(w, token) * c.table_column] : 0;
 }
 // The same, but an id of no block is not followed.
 MLA int known_block(const Work& w, int id, int* unknown) {
@@ -79,43 +85,51 @@ struct Slot {
   const Bits *latent, *pe;
 };
 MLA Slot slot(const Cache& c, const Work& w, int block, int token) {
-  const i64 inside = PAGED ? token % w.block_size : token, at = block * c.block;
+  const i64 inside = PAGED ? token - block_of(w, token) * w.block_size : token, at = block * c.block;
   Slot s;
   s.latent = c.latent + at + inside * c.token;
   s.pe = c.pe + at + inside * c.pe_token;
   return s;
 }
 
-// Natural logarithms of a piece's sums, by row; all pieces of a row lie together.
-struct Lse {
-  float* of_row_0;
-  int pieces;
-  MLA float& operator[](int row) const { return of_row_0[(i64)row * pieces]; }
-};
 // Where the results go: rows of this piece. `alone`: one piece, so they are final and of the
-// caller's dtype. Else they are floats, and those of a row whose LSE is -inf are not read.
+// caller's dtype. Else they are floats, not yet divided by the sum of the weights, and the merge
+// reads none of a row that saw no token.
 struct Result {
   Bits* out;  // [rows, RANK]
-  Lse lse;
+  // Alone: LSE [rows]. Else largest score and sum of the weights [rows, pieces], of this piece.
+  float* sums;
+  int pieces;
   bool alone;
 };
-MLA Result result(Bits* out, float* lse, const Work& w) {
+MLA Result result(Bits* out, float* sums, const Work& w) {
   const int row = (w.sequence * w.pieces + w.piece) * w.rows;  // 2^31 rows would take 2 TB and more
   Result r;
   r.alone = w.pieces == 1;
+  r.pieces = w.pieces;
   r.out = r.alone ? out + (i64)row * RANK : (Bits*)((float*)out + (i64)row * RANK);
-  r.lse.of_row_0 = lse + (row - w.piece * w.rows + w.piece);
-  r.lse.pieces = w.pieces;
+  r.sums = r.alone ? sums + row : sums + 2 * (row - w.piece * w.rows + w.piece);
   return r;
 }
 
+MLA float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 MLA float minus_infinity() { return __int_as_float(0xff800000); }
 MLA float not_a_number() { return __int_as_float(0x7fffffff); }
 
 // What a row's sums end as. `top`: the largest score, times log2(e); `sum`: of the weights.
 MLA float final_sum(float sum, bool unknown) { return unknown ? not_a_number() : sum; }
-MLA float inverse(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+MLA float inverse(float sum) { return sum == 0.0f ? 0.0f : __fdividef(1.0f, sum); }
 MLA float log_sum(float top, float sum) {
   return sum == 0.0f ? minus_infinity() : (top + log2f(sum)) * 0.69314718055994531f;
+}
+MLA void write_sums(const Result& r, int row, float top, float sum) {
+  if (r.alone)
+    r.sums[row] = log_sum(top, sum);
+  else
+    ((float2*)r.sums)[row * r.pieces] = make_float2(top, sum);
 }
 }  // namespace mla

@@ -20,11 +20,17 @@ MLA void barrier_wait(u32 barrier, u32 parity) {
       "r"(parity)
       : "memory");
 }
-MLA void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+// What is read once makes way first in the L2 cache: code, tables and partial answers stay.
+MLA u64 read_once() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+MLA void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
 // Of the first 256 threads, the ones that compute.

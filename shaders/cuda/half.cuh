@@ -13,11 +13,6 @@ MLA float upper(u32 two) { return __uint_as_float(two & 0xffff0000u); }
 MLA float lower(u32 two) { return __uint_as_float(two << 16); }
 
 MLA u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-MLA float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Whether so many bytes can be moved at once. Strides are run-time numbers: a cache may be any view
 // of a buffer.

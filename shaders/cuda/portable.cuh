@@ -48,8 +48,6 @@ MLA void decode(const Query& query, const Cache& c, const Work& w, const Result&
     add_values(s, w, tile, shared);
     __syncthreads();  // all have read the tile, weights and factors
   }
-  end_sums(s, w, r, shared);
-  __syncthreads();
-  write_output(s, w, r, shared);
+  write(s, w, r, shared, [] { __syncthreads(); });
 }
 }  // namespace mla

@@ -54,8 +54,9 @@ MLA void decode(const Query& query, const Cache& c, const Work& w, const Result&
     top = larger;
   }
   sum = final_sum(sum, __any_sync(~0u, unknown));
+  const float by = r.alone ? inverse(sum) : 1.0f;
 #pragma unroll
-  for (int i = 0; i < RANK / 32; ++i) r.out[(i64)mine * RANK + lane + 32 * i] = o[i] * inverse(sum);
-  if (lane == 0) r.lse[mine] = log_sum(top, sum);
+  for (int i = 0; i < RANK / 32; ++i) r.out[(i64)mine * RANK + lane + 32 * i] = o[i] * by;
+  if (lane == 0) write_sums(r, mine, top, sum);
 }
 }  // namespace mla

@@ -4,28 +4,32 @@ namespace mla {
 static_assert(TILES_AT + STAGES * TILE_BYTES <= SHARED, "shared memory");
 constexpr int EMPTY_AT = 8 * STAGES;  // barriers: STAGES full ones, STAGES empty ones
 
-MLA void clear_token(u8* tile, int token, int lane) {  // there is none: weight 0 times NaN is NaN
-  for (int c = lane; c < LATENT_ROW / 16; c += 32) *(uint4*)(tile + latent_at(token) + c * 16) = make_uint4(0, 0, 0, 0);
-  if (!PAGED)
-    for (int c = lane; c < PE_ROW / 16; c += 32) *(uint4*)(tile + pe_at(token) + c * 16) = make_uint4(0, 0, 0, 0);
+// Tokens from `token` on: there are none, and weight 0 times NaN is NaN.
+MLA_RARE clear_tokens(u8* tile, int token) {
+  const int lane = threadIdx.x & 31;
+  for (; token < TOKENS; ++token) {
+    for (int c = lane; c < LATENT_ROW / 16; c += 32)
+      *(uint4*)(tile + latent_at(token) + c * 16) = make_uint4(0, 0, 0, 0);
+    if (!PAGED)
+      for (int c = lane; c < PE_ROW / 16; c += 32) *(uint4*)(tile + pe_at(token) + c * 16) = make_uint4(0, 0, 0, 0);
+  }
 }
 
-// Lane n < 8 copies group n, `count` tokens: as one piece where they follow each other.
-MLA void copy_group(const Cache& c, Slot from, u32 tile, int count, u32 full) {
-  const int lane = threadIdx.x & 31;
-  if (lane >= 8 || count <= 0) return;
+// Copies a group of a tile, `count` tokens: as one piece where they follow each other.
+MLA void copy_group(const Cache& c, Slot from, u32 tile, int group, int count, u32 full) {
+  const u64 policy = read_once();
   const bool latent_piece = c.token * 2 == LATENT_ROW, pe_piece = c.pe_token * 2 == PE_ROW;
-  for (int i = 0; i < (latent_piece ? 1 : count); ++i)
-    bulk_copy(tile + lane * LATENT_GROUP + i * LATENT_ROW, from.latent + i * c.token,
-              latent_piece ? count * LATENT_ROW : LATENT_ROW, full);
+  for (int i = 0; i < (latent_piece ? min(1, count) : count); ++i)
+    bulk_copy(tile + group * LATENT_GROUP + i * LATENT_ROW, from.latent + i * c.token,
+              latent_piece ? count * LATENT_ROW : LATENT_ROW, full, policy);
   if (!PAGED && ROPE)
-    for (int i = 0; i < (pe_piece ? 1 : count); ++i)
-      bulk_copy(tile + PE_AT + lane * PE_GROUP + i * PE_ROW, from.pe + i * c.pe_token,
-                pe_piece ? count * PE_ROW : PE_ROW, full);
+    for (int i = 0; i < (pe_piece ? min(1, count) : count); ++i)
+      bulk_copy(tile + PE_AT + group * PE_GROUP + i * PE_ROW, from.pe + i * c.pe_token,
+                pe_piece ? count * PE_ROW : PE_ROW, full, policy);
 }
 
 // The same where tokens are not whole sixteens of bytes; lane n holds where group n begins.
-MLA void gather_tile(const Cache& c, Slot from, u8* tile, int count) {
+MLA_RARE gather_tile(Cache c, Slot from, u8* tile, int count) {
   const int lane = threadIdx.x & 31;
   for (int t = 0; t < count; ++t) {
     const Bits* latent = (const Bits*)__shfl_sync(~0u, (u64)from.latent, t / GROUP);
@@ -55,14 +59,14 @@ MLA void copy_tiles(const Cache& c, const Work& w, int count, int next, u8* shar
     const Slot from = slot(c, w, block, at + lane % 8 * GROUP);
     u8* tile = shared + TILES_AT + stage * TILE_BYTES;
     barrier_wait(empty + 8 * stage, parity);
-    for (int t = tokens; t < TOKENS; ++t) clear_token(tile, t, lane);
+    if (tokens < TOKENS) clear_tokens(tile, tokens);
     if (!sixteens) gather_tile(c, from, tile, tokens);
     __syncwarp();
     const u32 barrier = full + 8 * stage;
     if (lane == 0) barrier_expect(barrier, sixteens ? tokens * (RANK + ROPE) * 2 : 0);
     __syncwarp();
     const int mine = min(GROUP, tokens - lane * GROUP);
-    if (sixteens) copy_group(c, from, shared_address(tile), mine, barrier);
+    if (sixteens && lane < 8) copy_group(c, from, shared_address(tile), lane, mine, barrier);
     if (++stage == STAGES) {
       stage = 0;
       parity ^= 1;
@@ -91,10 +95,7 @@ MLA void compute(const Query& query, const Work& w, const Result& r, int count, 
       parity ^= 1;
     }
   }
-  compute_sync();  // all have read the factors of the last tile
-  end_sums(s, w, r, shared);
-  compute_sync();
-  write_output(s, w, r, shared);
+  write(s, w, r, shared, [] { compute_sync(); });
 }
 
 MLA void decode(const Query& query, const Cache& c, const Work& w, const Result& r, u8* shared) {

@@ -193,7 +193,7 @@ MLA void add_values(Sums& s, const Work& w, u32 tile, u8* shared) {
     }
 }
 
-// LSE of this warp's rows, and what their outputs are to be multiplied with.
+// Sums of this warp's rows, and what final outputs are to be multiplied with.
 MLA void end_sums(Sums& s, const Work& w, const Result& r, u8* shared) {
   const bool unknown = *(const int*)(shared + UNKNOWN_AT);
 #pragma unroll
@@ -204,30 +204,40 @@ MLA void end_sums(Sums& s, const Work& w, const Result& r, u8* shared) {
     for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
     sum = final_sum(sum, unknown && ((const int*)(shared + END_AT))[row] > w.begin);
     if (threadIdx.x % 32 == 0) {
-      ((float*)(shared + FACTOR_AT))[row] = inverse(sum);
-      if (mine < w.rows) r.lse[mine] = log_sum(s.top[i] - EXPONENT, sum);
+      if (r.alone) ((float*)(shared + FACTOR_AT))[row] = inverse(sum);
+      if (mine < w.rows) write_sums(r, mine, s.top[i] - EXPONENT, sum);
     }
   }
 }
 
-MLA void write_output(Sums& s, const Work& w, const Result& r, const u8* shared) {
+// Calls f(row of the tile, dim, value) for all that this thread has.
+template <typename F>
+MLA void each_output(const Sums& s, F f) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  if (!r.alone && w.begin >= w.end) return;  // nobody reads it
-  scale_output(s, shared);
 #pragma unroll
   for (int j = 0; j < NT; ++j)
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int mine = w.first + j * 8 + lane % 4 * 2 + x % 2;
-      if (mine < w.rows)
+    for (int i = 0; i < SLICES; ++i)
 #pragma unroll
-        for (int i = 0; i < SLICES; ++i) {
-          const i64 at = (i64)mine * RANK + (warp * SLICES + i) * 16 + x / 2 * 8 + (lane >> 2);
-          if (r.alone)
-            r.out[at] = pack(s.o[i][j][x], 0.0f);
-          else
-            __stcg((float*)r.out + at, s.o[i][j][x]);
-        }
-    }
+      for (int x = 0; x < 4; ++x)
+        f(j * 8 + lane % 4 * 2 + x % 2, (warp * SLICES + i) * 16 + x / 2 * 8 + (lane >> 2), s.o[i][j][x]);
+}
+
+// `sync`: of the threads that compute.
+template <typename Sync>
+MLA void write(Sums& s, const Work& w, const Result& r, u8* shared, Sync sync) {
+  if (!r.alone) {
+    each_output(s, [&](int row, int dim, float value) {
+      if (w.first + row < w.rows) __stcg((float*)r.out + (i64)(w.first + row) * RANK + dim, value);
+    });
+    return end_sums(s, w, r, shared);
+  }
+  sync();  // all have read the factors of the last tile
+  end_sums(s, w, r, shared);
+  sync();
+  scale_output(s, shared);
+  each_output(s, [&](int row, int dim, float value) {
+    if (w.first + row < w.rows) r.out[(i64)(w.first + row) * RANK + dim] = pack(value, 0.0f);
+  });
 }
 }  // namespace mla

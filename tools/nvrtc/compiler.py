@@ -53,6 +53,7 @@ class Nvrtc:
                 b"--device-as-default-execution-space",
                 f"--gpu-architecture={architecture}".encode(),
                 b"--ptxas-options=-v",
+                b"--no-cache",  # what comes out of it has no words of ptxas
             )
             array = (ctypes.c_char_p * len(options))(*options)
             failed = self._library.nvrtcCompileProgram(program, len(options), array)

@@ -13,6 +13,8 @@ _TYPES = {
     mx.float16: "__half",
     mx.float32: "float",
     mx.int32: "int32_t",
+    mx.uint16: "unsigned short",
+    mx.uint64: "unsigned long",
 }
 # Instead of MLX's own prefix, which needs CUDA's headers: only what our texts use of it.
 _PREFIX = """

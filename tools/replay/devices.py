@@ -318,6 +318,9 @@ class StandIn:
     def proof(self, plan: Plan, shape: Shape) -> tuple[bool, str]:
         return self.self_check()
 
+    def compiled(self) -> tuple[tuple[str, float], ...]:
+        return ()
+
     def self_check(self) -> tuple[bool, str]:
         return True, "a stand-in agrees with itself"
 

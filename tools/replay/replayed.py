@@ -105,6 +105,8 @@ class Played:
 class RecordedRunner:
     """Draws recorded rounds at random, the same one for all plans until one comes again."""
 
+    queued = False
+
     def __init__(self, played: Played, clock: Clock, rng: random.Random) -> None:
         self.played, self.clock, self.rng = played, clock, rng
         self._at = 0

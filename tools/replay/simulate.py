@@ -38,6 +38,7 @@ class SimRunner:
     clock: Clock
     compile_s: float = 0.0
     compiled: set[str] = field(default_factory=set)
+    queued: bool = False
     placed: dict[Plan, float] = field(default_factory=dict)
 
     def check(self, plan: Plan) -> Checked:

@@ -1,0 +1,56 @@
+"""Races by GPU time, where samples are exact: shorter, and with fewer rounds."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import FakeRunner
+
+from mla_tuner.evidence import MIN_ROUNDS, Measurement
+from mla_tuner.measure import DUEL, QUEUED_SAMPLE_S, SEARCH, Effort, measure
+from mla_tuner.plan import MLX, Plan
+from mla_tuner.shapes import Shape
+
+ROWS, SINGLE = Plan("mlx_rows"), Plan("single", 1, "r16")
+SPLIT2, SPLIT4 = Plan("split", 2, "r16"), Plan("split", 4, "r16")
+
+
+def run(runner: FakeRunner, *plans: Plan, effort: Effort = SEARCH) -> dict[Plan, Measurement]:
+    found = measure(Shape(4096, 1, 16), plans, budget_s=1e3, runner=runner, effort=effort)
+    return {m.plan: m for m in found}
+
+
+def test_samples_of_gpu_time_may_be_short_and_differ_in_length() -> None:
+    inner: dict[Plan, int] = {}
+
+    class Watching(FakeRunner):
+        def sample(self, plan: Plan, inner_: int) -> tuple[float, Plan | None]:
+            inner[plan] = inner_
+            return super().sample(plan, inner_)
+
+    times = {MLX: QUEUED_SAMPLE_S, SINGLE: QUEUED_SAMPLE_S / 20}
+    run(Watching(times.__getitem__, queued=True), MLX, SINGLE)
+    assert inner[MLX] == 1
+    assert inner[SINGLE] in (20, 21)
+
+
+def test_a_search_by_gpu_time_is_brief() -> None:
+    """`mlx` is timed once where it is hopeless; what is known well enough is not timed again."""
+    times = {MLX: 1.0, SINGLE: 1e-2, SPLIT2: 1.001e-2, SPLIT4: 1.05e-2, ROWS: 1.2e-2}
+    found = run(FakeRunner(times.__getitem__, 1e-4, queued=True), *times)
+    assert found[MLX].rounds == 1
+    assert found[ROWS].rounds == 2
+    assert found[SINGLE].rounds == found[SPLIT2].rounds == found[SPLIT4].rounds == MIN_ROUNDS
+    assert found[SINGLE].ratio == pytest.approx(100, rel=0.01)
+    noisy = run(FakeRunner(times.__getitem__, 0.02, queued=True), *times)
+    assert noisy[SINGLE].rounds > MIN_ROUNDS
+    wall = run(FakeRunner(times.__getitem__, 1e-4), *times)
+    assert wall[MLX].rounds == 2
+    assert wall[SINGLE].rounds > found[SINGLE].rounds
+
+
+def test_a_duel_by_gpu_time_is_no_shorter() -> None:
+    times = {MLX: 1.0, SINGLE: 1e-2}
+    assert run(FakeRunner(times.__getitem__, queued=True), *times, effort=DUEL)[MLX].rounds == 6
+    times = {MLX: 1.1e-2, SINGLE: 1e-2}
+    found = run(FakeRunner(times.__getitem__, queued=True), *times, effort=DUEL)
+    assert found[MLX].rounds == DUEL.most

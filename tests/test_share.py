@@ -1,0 +1,334 @@
+"""Shared tables: written from a database, one text a table, and refused when they lie."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import answer, error, run
+
+from mla_tuner import share
+from mla_tuner.device import Device
+from mla_tuner.errors import ShareError
+from mla_tuner.evidence import Measurement
+from mla_tuner.plan import MLX, Plan
+from mla_tuner.shapes import Bucket, Shape
+from mla_tuner.store import Store
+
+FOLDER = Path(__file__).parent.parent / "tuning_db"
+FILES = sorted(path for path in FOLDER.glob("*.json") if path.name != share.SCHEMA_NAME)
+H200 = Device("cuda", "sm_90", "nvidia-sm90", 132, 140, "NVIDIA H200", 60 << 20)
+SOFTWARE = {
+    "mla_tuner": "0.1.0",
+    "mlx": "0.32.4",
+    "driver": "580.1",
+    "os": "Ubuntu 24.04",
+    "kernel": "6.1-somebody",
+    "system": "Ubuntu 24.04, driver 580.1",
+}
+OPTIONS = {"budget_s": 300.0, "seed": 0, "force": False, "buckets": 3}
+SPLIT, SINGLE = Plan("split", 40, "r16"), Plan("single", 1, "r64w")
+
+
+def duel(shape: Shape, plan: Plan, ratio: float = 3.0) -> list[Measurement]:
+    def timed(plan: Plan, us: float, ratio: float) -> Measurement:
+        interval = (ratio * 0.99, ratio * 1.01) if plan != MLX else (1.0, 1.0)
+        times = (us, us, us, ratio, *interval, (us,) * 19)
+        return Measurement(shape, plan, "ok", "", 1e-3, 19, *times, executed=plan)
+
+    found = [timed(MLX, 123.456789, 1.0)]
+    return found if plan == MLX else [*found, timed(plan, 123.456789 / ratio, ratio)]
+
+
+def fill(path: Path, device: Device = H200, kernel: str = "0123456789abcdef") -> Store:
+    store = Store(path)
+    state = {"user": "somebody", "clock": "gpu"}
+    versions = {"kernel": kernel, "software": SOFTWARE, "options": {**OPTIONS, "db": "/root/x"}}
+    run = store.start_run(device, **versions, conditions=state)  # type: ignore[arg-type]
+    for shape, plan in (
+        (Shape(32768, 1, 16), SPLIT),
+        (Shape(1024, 1, 16), MLX),
+        (Shape(8192, 1, 128), SINGLE),
+    ):
+        found = duel(shape, plan)
+        store.record(run, shape.bucket, found, found)
+    return store
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    with fill(tmp_path / "t.db") as store:
+        (path,) = share.export(store, tmp_path / "out")
+    return path
+
+
+# --- export --------------------------------------------------------------------------------------
+
+
+def test_an_export_holds_winners_with_their_provenance(table: Path) -> None:
+    assert table.name == "nvidia-sm90.json"
+    data = json.loads(table.read_text())
+    assert (data["version"], data["family"]) == (1, "nvidia-sm90")
+    (device,) = data["devices"]
+    assert (device["key"], device["name"]) == ("cuda/sm_90/132c/140gb", "NVIDIA H200")
+    assert (device["cores"], device["memory_gb"]) == (132, 140)
+    assert (device["kernel"], device["mlx"]) == ("0123456789abcdef", "0.32.4")
+    assert device["system"] == "Ubuntu 24.04, driver 580.1"
+    (run,) = device["runs"]
+    assert (run["options"], run["clock"]) == (OPTIONS, "gpu")
+    assert run["software"]["driver"] == "580.1"
+    first, _, last = device["buckets"]
+    assert [first["context"], first["path"], first["speedup"]] == [1024, "mlx", 1.0]
+    assert [last["context"], last["partitions"], last["tile"]] == [32768, 40, "r16"]
+    assert (last["median_us"], last["mlx_us"], last["rounds"]) == (41.15, 123.5, 19)
+    assert (last["speedup_low"], last["speedup_high"]) == (2.97, 3.03)
+    assert last["split_speedup"] == 3.0
+    assert [each["split_from"] for each in device["thresholds"] if each["heads"] == 16]
+
+
+def test_nothing_in_it_tells_whose_machine_it_was(table: Path) -> None:
+    text = table.read_text()
+    assert "somebody" not in text
+    assert "/root" not in text
+
+
+def test_a_line_is_a_bucket(table: Path) -> None:
+    lines = [line for line in table.read_text().splitlines() if '"context"' in line]
+    assert len(lines) == 3
+    assert all(json.loads(line.rstrip(",")) for line in lines)
+
+
+def test_an_export_passes_its_own_check_and_is_always_the_same(table: Path, tmp_path: Path) -> None:
+    assert share.check(table) == []
+    with Store(tmp_path / "t.db") as store:
+        share.export(store, tmp_path / "again")
+    assert (tmp_path / "again" / table.name).read_text() == table.read_text()
+    assert (tmp_path / "again" / "schema.json").read_text() == share.schema()
+
+
+def test_only_the_last_versions_of_a_device_are_written(tmp_path: Path) -> None:
+    fill(tmp_path / "t.db", kernel="f" * 16).close()
+    with fill(tmp_path / "t.db") as store:
+        (path,) = share.export(store, tmp_path)
+    (device,) = json.loads(path.read_text())["devices"]
+    assert device["kernel"] == "0123456789abcdef"
+    assert len(device["runs"]) == 1
+
+
+def test_devices_of_a_family_share_a_file_and_families_do_not(tmp_path: Path) -> None:
+    other = Device("metal", "applegpu_g16s", "apple-m4", 40, 48, "Apple M4 Max", 48 << 20)
+    fill(tmp_path / "t.db").close()
+    fill(tmp_path / "t.db", replace(H200, memory_gb=80, name="NVIDIA H100")).close()
+    with Store(tmp_path / "t.db") as store:
+        (path,) = share.export(store, tmp_path)
+        keys = [each["key"] for each in json.loads(path.read_text())["devices"]]
+        assert keys == ["cuda/sm_90/132c/140gb", "cuda/sm_90/132c/80gb"]
+        shape = Shape(1024, 1, 16)
+        run = store.start_run(other, kernel="a" * 16, software=SOFTWARE, options=OPTIONS)
+        store.record(run, shape.bucket, duel(shape, MLX), duel(shape, MLX))
+        names = [each.name for each in share.export(store, tmp_path)]
+    assert names == ["apple-m4.json", "nvidia-sm90.json"]
+
+
+def test_a_refuted_winner_is_left_out(tmp_path: Path) -> None:
+    with fill(tmp_path / "t.db") as store:
+        run = store.start_run(
+            H200, kernel="0123456789abcdef", software=SOFTWARE, options={"command": "verify"}
+        )
+        shape = Shape(32768, 1, 16)
+        store.record(run, shape.bucket, (), duel(shape, SPLIT, 0.5), refutes=True)
+        (path,) = share.export(store, tmp_path)
+    (device,) = json.loads(path.read_text())["devices"]
+    assert [each["context"] for each in device["buckets"]] == [1024, 8192]
+    assert share.check(path) == []
+
+
+def test_what_would_not_pass_is_not_written(tmp_path: Path) -> None:
+    wrong = replace(H200, name="/home/somebody's GPU")
+    with fill(tmp_path / "t.db", wrong) as store, pytest.raises(ShareError, match="a path"):
+        share.export(store, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_database_and_a_full_disk_are_said(tmp_path: Path) -> None:
+    with Store(tmp_path / "t.db") as store, pytest.raises(ShareError, match="holds no winners"):
+        share.export(store, tmp_path)
+    (tmp_path / "file").touch()
+    with fill(tmp_path / "u.db") as store, pytest.raises(ShareError, match="cannot write"):
+        share.export(store, tmp_path / "file")
+
+
+# --- check ---------------------------------------------------------------------------------------
+
+
+def changed(table: Path, **values: Any) -> list[str]:
+    """The faults after the last bucket was changed, and written as the export would."""
+    data = json.loads(table.read_text())
+    data["devices"][0]["buckets"][-1].update(values)
+    return faults_of(table, data)
+
+
+def faults_of(table: Path, data: dict[str, Any]) -> list[str]:
+    try:
+        text = share.render(share.SharedTable.model_validate(data))
+    except ValueError:
+        text = json.dumps(data)
+    table.write_text(text)
+    return share.check(table)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"path": "fast"}, "expected path in"),
+        ({"partitions": 300}, "expected partitions in 2..256"),
+        ({"partitions": 1 << 50}, "less than or equal to"),
+        ({"partitions": 2.0}, "valid integer"),
+        ({"partitions": "40"}, "valid integer"),
+        ({"tile": "r16x"}, "the CUDA kernels' tiles are"),
+        ({"tile": "r8f"}, "the simple kernel does not compute in bfloat16"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"context": 33000}, "no bucket"),
+        ({"partitions": 255}, "pieces"),
+        ({"speedup_low": 1.01}, "the interval begins at 1.01: it must clear 1.02"),
+        ({"speedup_low": None}, "outside of its interval"),
+        ({"speedup": 4.0}, "outside of its interval"),
+        ({"speedup": float("nan")}, "finite number"),
+        ({"median_us": -1.0}, "greater than 0"),
+        ({"rounds": 5}, "5 rounds are too few"),
+        ({"day": "2026-13-45"}, "is no day"),
+        ({"day": "2020-01-01"}, "before the first run"),
+        ({"note": "mine"}, "Extra inputs are not permitted"),
+        ({"path": "mlx", "partitions": 1, "tile": ""}, "mlx is not faster than itself"),
+    ],
+)
+def test_a_bucket_that_lies_is_found(table: Path, values: dict[str, Any], fault: str) -> None:
+    found = changed(table, **values)
+    assert found
+    assert all(line.startswith("nvidia-sm90.json: ") for line in found)
+    assert fault in " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fault"),
+    [
+        ("key", "cuda/sm_90/144c/140gb", "expected the key cuda/sm_90/132c/140gb"),
+        ("kernel", "", "String should match"),
+        ("system", "", "at least 1 character"),
+        ("runs", [], "at least 1 item"),
+        ("buckets", [], "at least 1 item"),
+        ("name", "C:\\Users\\me", "a path"),
+        ("name", "GPU of me@example.com", "an address"),
+        ("name", "~/gpu", "a path"),
+        ("backend", "opencl", "Input should be"),
+        ("cores", None, "expected the key cuda/sm_90/?c/140gb"),
+    ],
+)
+def test_a_device_that_lies_is_found(table: Path, field: str, value: Any, fault: str) -> None:
+    data = json.loads(table.read_text())
+    data["devices"][0][field] = value
+    assert fault in " ".join(faults_of(table, data))
+
+
+def test_provenance_is_needed(table: Path) -> None:
+    data = json.loads(table.read_text())
+    del data["devices"][0]["runs"][0]["software"]["mlx"]
+    assert "lacks mlx" in " ".join(faults_of(table, data))
+
+
+def test_order_and_layout_are_fixed(table: Path) -> None:
+    data = json.loads(table.read_text())
+    data["devices"][0]["buckets"].reverse()
+    assert "buckets are not in order" in " ".join(faults_of(table, data))
+    data["devices"][0]["buckets"][-1] = data["devices"][0]["buckets"][0]
+    assert "there twice" in " ".join(faults_of(table, data))
+    data["devices"] *= 2
+    assert "is there twice with the same versions" in " ".join(faults_of(table, data))
+
+
+def test_another_layout_of_the_same_table_is_found(table: Path) -> None:
+    lines = table.read_text().splitlines(keepends=True)
+    table.write_text("".join([*lines[:4], "\n", *lines[4:]]))
+    assert share.check(table) == [
+        "nvidia-sm90.json: order or layout is not that of `mla-tune share export`: line 5"
+    ]
+
+
+def test_a_file_is_named_after_its_family(table: Path) -> None:
+    other = table.rename(table.with_name("nvidia-sm100.json"))
+    assert share.check(other) == ["nvidia-sm100.json: expected the family's name, nvidia-sm90.json"]
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (b"", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"\xff\xfe", "not UTF-8 text"),
+        (b"[]", "the file: Input should be"),
+        (b'{"version": 2}', "version: Input should be 1"),
+    ],
+)
+def test_what_is_no_table_is_said(table: Path, data: bytes, fault: str) -> None:
+    table.write_bytes(data)
+    assert fault in share.check(table)[0]
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    assert share.check(tmp_path / "none.json") == ["none.json: No such file or directory"]
+
+
+# --- what is in the repository -------------------------------------------------------------------
+
+
+def test_the_schema_beside_the_tables_is_that_of_the_model() -> None:
+    assert (FOLDER / share.SCHEMA_NAME).read_text() == share.schema()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_table_of_the_repository_can_be_relied_on(path: Path) -> None:
+    assert share.check(path) == []
+
+
+def test_the_readme_names_every_field() -> None:
+    text = (FOLDER / "README.md").read_text()
+    models = (share.SharedTable, share.SharedDevice, share.SharedRun)
+    for model in (*models, share.SharedBucket, share.SharedThreshold):
+        for name in model.model_fields:
+            assert re.search(rf"`{name}`", text), name
+
+
+# --- the commands --------------------------------------------------------------------------------
+
+
+def test_the_command_writes_and_checks(tmp_path: Path) -> None:
+    fill(tmp_path / "t.db").close()
+    out = tmp_path / "out"
+    found = answer("share", "export", "--folder", str(out), "--db", str(tmp_path / "t.db"))
+    assert found == {"files": [str(out / "nvidia-sm90.json")]}
+    assert "1 checked, nothing is wrong" in run("share", "check", "--folder", str(out)).stdout
+    (out / "nvidia-sm90.json").write_text("{}")
+    result = run("share", "check", "--folder", str(out), code=1)
+    assert "nvidia-sm90.json: version: Field required" in result.stdout
+    assert "can't be relied on" in result.stderr
+    assert "no database" in error("share", "export", "--db", str(tmp_path / "none.db"))
+
+
+def test_nothing_is_imported_for_it_in_serving() -> None:
+    code = "import mla_tuner, mla_tuner.policy, sys; print('pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_bucket_keeps_its_identity(table: Path) -> None:
+    text = table.read_text()
+    device = share.SharedTable.model_validate(json.loads(text)).devices[0]
+    assert device.buckets[-1].bucket == Shape(32768, 1, 16).bucket
+    assert isinstance(device.buckets[-1].bucket, Bucket)
+    assert device.buckets[-1].plan == SPLIT
