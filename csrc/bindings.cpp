@@ -68,7 +68,7 @@ mla::Pass pass(std::string name, std::vector<std::string> input_names, std::vect
           std::move(output_dtypes)};
 }
 
-std::pair<mlx::core::array, mlx::core::array> launch(const mla::GpuLaunch& self, const nb::args& arrays) {
+std::vector<mlx::core::array> launch(const mla::GpuLaunch& self, const nb::args& arrays) {
   std::vector<mlx::core::array> inputs;
   inputs.reserve(arrays.size());
   for (nb::handle item : arrays) inputs.push_back(nb::cast<const mlx::core::array&>(item));
@@ -104,7 +104,7 @@ NB_MODULE(_native, m) {
            "shared_memory"_a, "grid"_a, "threadgroup"_a, "output_shapes"_a, "output_dtypes"_a);
   nb::class_<mla::GpuLaunch>(m, "GpuLaunch", "Launches a decode kernel and the merge of its results, if there is one.")
       .def(nb::init<mla::Pass, std::optional<mla::Pass>>(), "decode"_a, "merge"_a.none())
-      .def("__call__", &launch, "inputs"_a, "Lazy: (out, lse).");
+      .def("__call__", &launch, "inputs"_a, "Lazy: out and, if the last kernel has it, lse.");
   m.def("signature", &signature, "arrays"_a, "A key that is equal for arrays of equal dtypes and shapes.");
   m.def("last_run", &last_run, "How the call that finished last really ran; ticket 0: none yet.");
   m.def("isas", &mla::isas, "Instruction sets that run here, best first.");

@@ -16,13 +16,11 @@ GpuLaunch::GpuLaunch(Pass decode, std::optional<Pass> merge) : decode_(std::move
   if (merge) merge_.emplace(std::move(*merge));
 }
 
-std::pair<mx::array, mx::array> GpuLaunch::operator()(const std::vector<mx::array>& inputs) const {
+std::vector<mx::array> GpuLaunch::operator()(const std::vector<mx::array>& inputs) const {
   auto results = decode_.launch(inputs);
-  if (merge_) {
-    results.push_back(inputs.back());
-    results = merge_->launch(results);
-  }
-  return {results[0], results[1]};
+  if (!merge_) return results;
+  results.push_back(inputs.back());
+  return merge_->launch(results);
 }
 
 }  // namespace mla

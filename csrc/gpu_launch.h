@@ -4,7 +4,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "mlx/array.h"
@@ -30,8 +29,8 @@ struct Pass {
 class GpuLaunch {
  public:
   GpuLaunch(Pass decode, std::optional<Pass> merge);
-  // Lazy: (out, lse). The inputs are those of `decode`; `merge` takes its results and its last input.
-  std::pair<mx::array, mx::array> operator()(const std::vector<mx::array>& inputs) const;
+  // Lazy: the results of the last pass. The inputs are those of `decode`; `merge` takes its result and its last input.
+  std::vector<mx::array> operator()(const std::vector<mx::array>& inputs) const;
 
  private:
   struct Kernel {

@@ -305,7 +305,7 @@ def test_lengths_strides_and_partitions_make_no_new_kernel(launches: list[dict[s
         path = "split" if partitions > 1 else "single"
         decode(shape, Plan(path, partitions, DEFAULT), block_size=8 * partitions)
     names = [each["name"] for each in launches if "name" in each]
-    assert len(names) == len(set(names)) == 2  # the tile and the merge
+    assert len(names) == len(set(names)) == 3  # the tile with an LSE and without one, the merge
 
 
 def numbers(info: mx.array) -> list[int]:
@@ -320,9 +320,9 @@ def test_the_layers_of_a_step_are_worked_out_once(
     """And nothing of one step is kept for the next."""
     prepared: list[Plan] = []
 
-    def prepare(self: CudaBackend, plan: Plan, shape: Shape) -> Any:
+    def prepare(self: CudaBackend, plan: Plan, shape: Shape, want_lse: bool) -> Any:
         prepared.append(plan)
-        return JitBackend._prepared(self, plan, shape)
+        return JitBackend._prepared(self, plan, shape, want_lse)
 
     monkeypatch.setattr(CudaBackend, "_prepared", prepare)
     plans = Plan("split", 2, DEFAULT), Plan("single", 1, DEFAULT)
@@ -353,11 +353,27 @@ def test_partial_answers_are_floats(launches: list[dict[str, Any]], dtype: str) 
     name = "r8f" if dtype == "float32" else DEFAULT
     decode(Shape(300, 2, 16, dtype), Plan("split", 3, name))
     first, second = [each for each in launches if "grid" in each]
-    part, sums, info = second["inputs"]
+    part, info = second["inputs"]
     assert info is first["inputs"][-1]
-    assert part.nbytes == 2 * 3 * 16 * 512 * 4
-    assert sums.shape == first["output_shapes"][1] == (2, 16, 6)  # largest score, sum of weights
-    assert second["output_shapes"] == [(2, 16, 1, 512), (2, 16, 1)]
+    assert part.nbytes == 2 * 3 * 16 * (512 + 2) * 4  # and largest score, sum of weights
+    assert second["output_shapes"] == [(2, 16, 1, 512)]
+
+
+def test_an_lse_that_nobody_wants_is_no_output(launches: list[dict[str, Any]]) -> None:
+    """Each output costs the host a microsecond or two."""
+    case = make_case(SHAPE)
+    for return_lse in (False, True):
+        launches.clear()
+        mla_decode(
+            case.q_nope,
+            case.q_pe,
+            case.cache,
+            scale=0.5,
+            plan=Plan("split", 2, DEFAULT),
+            return_lse=return_lse,
+        )
+        merge = [each for each in launches if "grid" in each][1]
+        assert merge["output_shapes"][1:] == [(1, 16, 1)] * return_lse
 
 
 def test_one_array_holds_the_numbers_of_a_step(launches: list[dict[str, Any]]) -> None:

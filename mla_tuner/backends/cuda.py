@@ -84,17 +84,15 @@ class CudaBackend(JitBackend):
         dtype.
         """
         tile, pieces, rank = cuda_tiles.TILES[name], count(shape, piece), _rank(shape)
-        out = lse = leading(shape, pieces)
-        width = rank
-        if pieces > 1:
-            lse = shape.batch, shape.rows, 2 * pieces  # largest score and sum of the weights
-            width = rank * 4 // DTYPE_BYTES[shape.dtype]
+        shapes: list[tuple[int, ...]] = [(*leading(shape, 1), rank), leading(shape, 1)]
+        if pieces > 1:  # with two sums of each row
+            width = (rank + 2) * 4 // DTYPE_BYTES[shape.dtype]
+            shapes = [(*leading(shape, pieces), width)]
         grid = cuda_tiles.grid(tile, shape, piece)
         launch = {
             "grid": grid,
             "threadgroup": (tile.threads, 1, 1),
-            "output_shapes": [(*out, width), lse],
-            "output_dtypes": [DTYPES[shape.dtype], mx.float32],
+            **_outputs(shapes, shape.dtype),
         }
         facts = {
             "kernel": tile.kernel,
@@ -102,18 +100,17 @@ class CudaBackend(JitBackend):
             "blocks": prod(grid) // tile.threads,
             "piece_tokens": piece,
         }
-        return self._pass(launch, _tile_text(tile, shape)), facts
+        return self._pass(launch, _tile_text(tile, shape, len(shapes))), facts
 
-    def _merge(self, shape: Shape, piece: int) -> Pass:
-        rank, whole, partitions = _rank(shape), leading(shape, 1), count(shape, piece)
-        cores = self._gpu.cores if self._gpu else None
+    def _merge(self, shape: Shape, piece: int, want_lse: bool) -> Pass:
+        whole, cores = leading(shape, 1), self._gpu.cores if self._gpu else None
+        shapes = [(*whole, _rank(shape)), *[whole] * want_lse]
         launch = {
-            "grid": cuda_tiles.merge_grid(shape, partitions, cores),
+            "grid": cuda_tiles.merge_grid(shape, count(shape, piece), cores),
             "threadgroup": (cuda_tiles.MERGE_THREADS, 1, 1),
-            "output_shapes": [(*whole, rank), whole],
-            "output_dtypes": [DTYPES[shape.dtype], mx.float32],
+            **_outputs(shapes, shape.dtype),
         }
-        return self._pass(launch, _merge_text(shape))
+        return self._pass(launch, _merge_text(shape, len(shapes)))
 
     def _joined(self, decode: Pass, merge: Pass | None) -> Callable[..., Sequence[mx.array]]:
         """By `_native` where it is built, which takes less time."""
@@ -155,30 +152,40 @@ class CudaBackend(JitBackend):
         return Pass(self._kernels[name], launch, making)
 
 
-def _tile_text(tile: cuda_tiles.Tile, shape: Shape) -> dict[str, Any]:
+def _outputs(shapes: list[tuple[int, ...]], dtype: str) -> dict[str, Any]:
+    """Of a launch: the first in that dtype, an LSE in float32."""
+    return {
+        "output_shapes": shapes,
+        "output_dtypes": [DTYPES[dtype], mx.float32][: len(shapes)],
+    }
+
+
+def _tile_text(tile: cuda_tiles.Tile, shape: Shape, outputs: int) -> dict[str, Any]:
     rope, paged = shape.geometry.rope_dim > 0, shape.layout == "paged"
     beside = "block_table" if paged else "k_pe" if rope else ""
     inputs = ("q_nope", "q_pe" if rope else "", "latent", beside, "info")
     given = ", ".join(f"{n}, {n}_strides" if n else "nullptr, info_strides" for n in inputs)
-    named = tuple(filter(None, inputs))
-    return _text(tile.kernel, tile.defines(shape), named, f"run({given}", tile.threads)
+    names = tuple(filter(None, inputs)), outputs
+    return _text(tile.kernel, tile.defines(shape), names, f"run({given}", tile.threads)
 
 
-def _merge_text(shape: Shape) -> dict[str, Any]:
-    defines, inputs = cuda_tiles.merge_defines(shape), ("part", "sums", "info")
-    call = "merge(part, sums, sums_shape, info, info_strides"
-    return _text("merge", defines, inputs, call, cuda_tiles.MERGE_THREADS, together=4)
+def _merge_text(shape: Shape, outputs: int) -> dict[str, Any]:
+    defines, names = cuda_tiles.merge_defines(shape), (("part", "info"), outputs)
+    call = "merge(part, part_shape, info, info_strides"
+    return _text("merge", defines, names, call, cuda_tiles.MERGE_THREADS, together=4)
 
 
 def _text(
     kernel: str,
     defines: dict[str, int | str],
-    inputs: tuple[str, ...],
+    names: tuple[tuple[str, ...], int],
     call: str,
     threads: int,
     together: int = 1,
 ) -> dict[str, Any]:
     """What `mx.fast.cuda_kernel` makes a kernel of; it is compiled when it first runs.
+
+    names: of the inputs, and how many outputs: each costs the host a microsecond or two.
 
     MLX builds the text anew at every call and hashes it at every evaluation, 0.25 us a KB on one
     H200's host (MLX 0.32.4, 2026-11-29): so it only names the file where the kernel is.
@@ -188,7 +195,8 @@ def _text(
     MLX makes of ours.
     """
     values = "_".join(str(value).strip('"').replace(" ", "_") for value in defines.values())
-    name = f"mla_{kernel}_{values}"
+    inputs, outputs = names
+    name = f"mla_{kernel}_{outputs}_{values}"
     full = f"custom_kernel_{name}"
     lines = (
         *(f"#define {key} {value}" for key, value in defines.items()),
@@ -198,9 +206,9 @@ def _text(
     return {
         "name": name,
         "input_names": inputs,
-        "output_names": _OUTPUTS,
+        "output_names": _OUTPUTS[:outputs],
         "header": "\n".join(lines),
-        "source": f"#undef {full}\nmla::{call}, out, lse);",
+        "source": f"#undef {full}\nmla::{call}, out, {'lse' if outputs > 1 else 'nullptr'});",
         "shared_memory": int(defines.get("SHARED", 0)),
     }
 

@@ -50,7 +50,9 @@ class Tile:
         if self.kernel == "simple":
             return 0
         if self.kernel == "wide":  # most of Q, weights; tiles; largest scores, barriers
-            return (geometry.width - 64) * 128 + self.stages * self.tokens * geometry.width * 2 + 1024
+            return (
+                (geometry.width - 64) * 128 + self.stages * self.tokens * geometry.width * 2 + 1024
+            )
         # Of a row: weights in two parts, scores of four quarters.
         numbers = 2 * (self.tokens * 2 + 16) + 4 * (self.tokens + 4) * 4
         group = self.tokens // 8

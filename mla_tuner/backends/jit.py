@@ -53,9 +53,10 @@ class Launches(NamedTuple):
 
     plan: Plan
     shape: Shape
+    with_lse: bool
     ran: Plan  # with the tile's name, and as many partitions as the context has pieces
     piece: int  # tokens of a partition
-    call: Callable[..., Sequence[mx.array]]  # from inputs to output and LSE
+    call: Callable[..., Sequence[mx.array]]  # from inputs to output and, it may be, LSE
     facts: dict[str, object]
 
 
@@ -97,8 +98,8 @@ class JitBackend(MlxBackend, ABC):
         """One pass over the cache in pieces of so many tokens, and facts about it."""
 
     @abstractmethod
-    def _merge(self, shape: Shape, piece: int) -> Pass:
-        """From partial outputs and their LSE to the results."""
+    def _merge(self, shape: Shape, piece: int, want_lse: bool) -> Pass:
+        """From partial outputs and their sums to the output and, where it is wanted, its LSE."""
 
     @abstractmethod
     def _inputs(self, call: Call, piece: int) -> Sequence[mx.array]:
@@ -164,11 +165,16 @@ class JitBackend(MlxBackend, ABC):
         if not plan.native:
             return super().run(plan, call)
         ready = self._ready
-        if ready is None or ready.plan is not plan or ready.shape is not call.shape:
-            ready = self._ready = self._prepared(plan, call.shape)
-        out, lse = ready.call(*self._inputs(call, ready.piece))
+        if (
+            ready is None
+            or ready.plan is not plan
+            or ready.shape is not call.shape
+            or ready.with_lse is not call.want_lse
+        ):
+            ready = self._ready = self._prepared(plan, call.shape, call.want_lse)
+        results = ready.call(*self._inputs(call, ready.piece))
         self._launched.append((call.ticket, ready))
-        return out, lse
+        return results[0], results[1] if len(results) > 1 else None
 
     def executed(self, ticket: int) -> Plan | None:
         """What was put into the graph for that call: evaluating the result runs it."""
@@ -205,14 +211,15 @@ class JitBackend(MlxBackend, ABC):
         """The plan's tile, or the default; "" where no tile is for the shape."""
         return plan.tile or next(iter(self._useful(shape)), "")
 
-    def _prepared(self, plan: Plan, shape: Shape) -> Launches:
+    def _prepared(self, plan: Plan, shape: Shape, want_lse: bool) -> Launches:
         name = self._tile(plan, shape)
         ran = Plan(plan.path, plan.partitions, name).cut(shape.context)
         piece = self._piece(shape, ran.partitions)
         decode, facts = self._decode(name, shape, piece)
-        merge = self._merge(shape, piece) if ran.partitions > 1 else None
+        merge = self._merge(shape, piece, want_lse) if ran.partitions > 1 else None
         facts = {**facts, "launches": 1 if merge is None else 2}
-        return Launches(plan, shape, ran, piece, self._joined(decode, merge), facts)
+        call = self._joined(decode, merge)
+        return Launches(plan, shape, want_lse, ran, piece, call, facts)
 
     def _disproof(self, name: str, split: bool, shape: Shape) -> str | None:
         """Why a tile must not be trusted here; None once it gave the right answer."""

@@ -86,7 +86,7 @@ class MetalBackend(JitBackend):
         facts = {"kernel": tile.kernel, "threads": threads}
         return Pass(self._kernel(tile.kernel, _INPUTS), launch), facts
 
-    def _merge(self, shape: Shape, piece: int) -> Pass:
+    def _merge(self, shape: Shape, piece: int, want_lse: bool) -> Pass:
         dtype, rank, whole = DTYPES[shape.dtype], shape.geometry.kv_lora_rank, leading(shape, 1)
         launch = {
             "template": [("T", dtype), ("RANK", rank)],

@@ -94,7 +94,7 @@ MLA Slot slot(const Cache& c, const Work& w, int block, int token) {
 
 // Where the results go: rows of this piece. `alone`: one piece, so they are final and of the
 // caller's dtype. Else they are floats, not yet divided by the sum of the weights, and the merge
-// reads none of a row that saw no token.
+// reads none of a row that saw no token. A sequence's pieces lie together, then all their sums.
 struct Result {
   Bits* out;  // [rows, RANK]
   // Alone: LSE [rows]. Else largest score and sum of the weights [rows, pieces], of this piece.
@@ -102,13 +102,24 @@ struct Result {
   int pieces;
   bool alone;
 };
-MLA Result result(Bits* out, float* sums, const Work& w) {
-  const int row = (w.sequence * w.pieces + w.piece) * w.rows;  // 2^31 rows would take 2 TB and more
+struct Outputs {
+  Bits* out;
+  float* lse;
+};
+MLA Result result(const Outputs& to, const Work& w) {
   Result r;
   r.alone = w.pieces == 1;
   r.pieces = w.pieces;
-  r.out = r.alone ? out + (i64)row * RANK : (Bits*)((float*)out + (i64)row * RANK);
-  r.sums = r.alone ? sums + row : sums + 2 * (row - w.piece * w.rows + w.piece);
+  if (r.alone) {
+    const int row = w.sequence * w.rows;  // 2^31 rows would take 2 TB and more
+    r.out = to.out + (i64)row * RANK;
+    r.sums = to.lse + row;
+  } else {
+    const int each = w.pieces * w.rows;
+    float* part = (float*)to.out + (i64)w.sequence * each * (RANK + 2);
+    r.out = (Bits*)(part + w.piece * w.rows * RANK);
+    r.sums = part + each * RANK + 2 * w.piece;
+  }
   return r;
 }
 

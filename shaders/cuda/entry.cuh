@@ -38,6 +38,7 @@ MLA void run(const void* q_nope, const Strides& q_nope_strides, const void* q_pe
       cache.pe = (const Bits*)beside + b * beside_strides[0] + w.start * cache.pe_token;
     }
   }
-  decode(query, cache, w, result((Bits*)out, lse, w), shared);
+  const Outputs to = {(Bits*)out, lse};
+  decode(query, cache, w, to, shared);
 }
 }  // namespace mla

@@ -121,24 +121,23 @@ MLA void merge_units(const Parts& p, Sharing sharing, Bits* out, float* lse) {
   for (int j = 0; j < EACH; ++j)
     write_four(out + (i64)row * RANK + dim + j * 64,
                make_float4(sum[j].x * by, sum[j].y * by, sum[j].z * by, sum[j].w * by));
-  if (dim == 0) lse[row] = log_sum(top, total);
+  if (lse && dim == 0) lse[row] = log_sum(top, total);
 }
 
 // How the back end wants the work shared shows in the number of blocks. `info`: as in base.cuh; where
-// sequences differ, their pieces' numbers follow the pieces.
+// sequences differ, their pieces' numbers follow the pieces. `lse`: none where it isn't wanted.
 template <typename Shape, typename Numbers>
-MLA void merge(const void* part, const float* sums, const Shape& sums_shape,  // [batch, rows, 2 * room]
+MLA void merge(const void* part, const Shape& part_shape,  // [batch, room, rows, RANK + 2], as Result has it
                const int* info, const Numbers& numbers, void* out, float* lse) {
   const int b = blockIdx.y;
   Parts p;
-  p.rows = sums_shape[1];
-  p.room = sums_shape[2] / 2;
+  p.room = part_shape[1];
+  p.rows = part_shape[2];
   p.pieces = numbers[9] > 0 ? info[4 * numbers[9] + b] : p.room;
-  const i64 first = (i64)b * p.room * p.rows;
-  p.part = (const float*)part + first * RANK;
-  p.sums = (const float2*)sums + first;
+  p.part = (const float*)part + (i64)b * p.room * p.rows * (RANK + 2);
+  p.sums = (const float2*)(p.part + p.room * p.rows * RANK);
   Bits* to = (Bits*)out + (i64)b * p.rows * RANK;
-  float* to_lse = lse + (i64)b * p.rows;
+  float* to_lse = lse ? lse + (i64)b * p.rows : lse;
   const int units = p.rows * UNITS, teams = gridDim.x * 16;
   Sharing sharing;
   sharing.log = 0;

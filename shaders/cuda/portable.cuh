@@ -20,7 +20,7 @@ MLA void copy_tile(const Cache& c, const Work& w, int token, int block, bool six
   }
 }
 
-MLA void decode(const Query& query, const Cache& c, const Work& w, const Result& r, u8* shared) {
+MLA void decode(const Query& query, const Cache& c, const Work& w, const Outputs& to, u8* shared) {
   const bool sixteens = aligned(16, c);
   int* unknown = (int*)(shared + UNKNOWN_AT);
   if (threadIdx.x == 0) *unknown = 0;
@@ -48,6 +48,6 @@ MLA void decode(const Query& query, const Cache& c, const Work& w, const Result&
     add_values(s, w, tile, shared);
     __syncthreads();  // all have read the tile, weights and factors
   }
-  write(s, w, r, shared, [] { __syncthreads(); });
+  write(s, w, result(to, w), shared, [] { __syncthreads(); });
 }
 }  // namespace mla

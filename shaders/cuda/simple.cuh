@@ -8,7 +8,7 @@ MLA float warp_sum(float x) {
   return x;
 }
 
-MLA void decode(const Query& query, const Cache& c, const Work& w, const Result& r, u8*) {
+MLA void decode(const Query& query, const Cache& c, const Work& w, const Outputs& to, u8*) {
   const int lane = threadIdx.x & 31, mine = w.first + (threadIdx.x >> 5);
   if (mine >= w.rows) return;
   const int head = mine / w.q_len, end = row_end(w, mine);
@@ -54,6 +54,7 @@ MLA void decode(const Query& query, const Cache& c, const Work& w, const Result&
     top = larger;
   }
   sum = final_sum(sum, __any_sync(~0u, unknown));
+  const Result r = result(to, w);
   const float by = r.alone ? inverse(sum) : 1.0f;
 #pragma unroll
   for (int i = 0; i < RANK / 32; ++i) r.out[(i64)mine * RANK + lane + 32 * i] = o[i] * by;

@@ -74,7 +74,7 @@ MLA void copy_tiles(const Cache& c, const Work& w, int count, int next, u8* shar
   }
 }
 
-MLA void compute(const Query& query, const Work& w, const Result& r, int count, u8* shared) {
+MLA void compute(const Query& query, const Work& w, const Outputs& to, int count, u8* shared) {
   const u32 full = shared_address(shared), empty = full + EMPTY_AT;
   Sums s;
   begin(s, query, w, shared);
@@ -95,10 +95,10 @@ MLA void compute(const Query& query, const Work& w, const Result& r, int count, 
       parity ^= 1;
     }
   }
-  write(s, w, r, shared, [] { compute_sync(); });
+  write(s, w, result(to, w), shared, [] { compute_sync(); });
 }
 
-MLA void decode(const Query& query, const Cache& c, const Work& w, const Result& r, u8* shared) {
+MLA void decode(const Query& query, const Cache& c, const Work& w, const Outputs& to, u8* shared) {
   if (threadIdx.x == 256) {
     const u32 full = shared_address(shared);
     for (int i = 0; i < STAGES; ++i) {
@@ -115,6 +115,6 @@ MLA void decode(const Query& query, const Cache& c, const Work& w, const Result&
   if (copies)
     copy_tiles(c, w, count, next, shared);
   else
-    compute(query, w, r, count, shared);
+    compute(query, w, to, count, shared);
 }
 }  // namespace mla

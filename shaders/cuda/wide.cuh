@@ -308,7 +308,7 @@ MLA void write_result(float (&o)[128], const Rows& x, const Work& w, const Resul
   }
 }
 
-MLA void compute(const Work& w, const Result& r, int count, u8* shared) {
+MLA void compute(const Work& w, const Outputs& to, int count, u8* shared) {
   const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), other = group ^ 1;  // uniform, the compiler sees
   const u32 base = shared_address(shared), weights = base + WEIGHT_AT;
   const bool twice = weight_parts(w) > 1;
@@ -400,10 +400,10 @@ MLA void compute(const Work& w, const Result& r, int count, u8* shared) {
     keep(o);
     if (twice) take_rest(v);
   }
-  write_result(o, x, w, r, count, shared);
+  write_result(o, x, w, result(to, w), count, shared);
 }
 
-MLA void decode(const Query& query, const Cache& c, const Work& w, const Result& r, u8* shared) {
+MLA void decode(const Query& query, const Cache& c, const Work& w, const Outputs& to, u8* shared) {
   if (threadIdx.x == 0) {
     const u32 full = shared_address(shared + FULL_AT), empty = shared_address(shared + EMPTY_AT);
 #pragma unroll
@@ -423,7 +423,7 @@ MLA void decode(const Query& query, const Cache& c, const Work& w, const Result&
     copy_tiles(query, c, w, count, shared);
   } else {
     registers_more<232>();
-    compute(w, r, count, shared);
+    compute(w, to, count, shared);
   }
 }
 }  // namespace mla
