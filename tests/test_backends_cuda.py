@@ -355,7 +355,7 @@ def test_partial_answers_are_floats(launches: list[dict[str, Any]], dtype: str) 
     first, second = [each for each in launches if "grid" in each]
     part, info = second["inputs"]
     assert info is first["inputs"][-1]
-    assert part.nbytes == 2 * 3 * 16 * (512 + 2) * 4  # and largest score, sum of weights
+    assert part.nbytes == 2 * 3 * 16 * (512 + 4) * 4  # and largest score, sum of weights
     assert second["output_shapes"] == [(2, 16, 1, 512)]
 
 

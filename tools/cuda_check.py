@@ -35,6 +35,7 @@ from mla_tuner.cases import SCALE, Case, Check, check, make_case
 from mla_tuner.ops import mla_decode
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import (
+    DEEPSEEK,
     DTYPES,
     GEOMETRIES,
     LAYOUTS,
@@ -72,7 +73,10 @@ _async_eval: Any = mx.async_eval  # MLX's stubs give it no types
 # --- right?
 
 
-def variants() -> list[tuple[str, str, Geometry, str]]:
+Variant = tuple[str, str, Geometry, str]
+
+
+def variants() -> list[Variant]:
     """Every tile, dtype, geometry and layout that runs here."""
     capability = cuda_tiles.capability(device.probe("cuda").architecture)
     found = []
@@ -109,11 +113,11 @@ def small_cases(dtype: str, geometry: Geometry, layout: str) -> Iterator[Case]:
         yield make_case(shape, seed=number, logit_scale=logits, **options)
 
 
-def prove(part: int, parts: int) -> bool:
-    """Whether every `parts`-th variant is right; prints its worst failures and how many ran."""
+def prove(part: str, some: list[Variant]) -> bool:
+    """Whether these variants are right; prints the worst failures and how many ran."""
     ran, worst, started = 0, 0.0, time.perf_counter()
     wrong: list[tuple[float, str]] = []
-    for name, dtype, geometry, layout in variants()[part::parts]:
+    for name, dtype, geometry, layout in some:
         for case in small_cases(dtype, geometry, layout):
             for plan in (Plan("single", 1, name), Plan("split", 3, name), Plan("split", 16, name)):
                 result = run_case(case, plan)
@@ -123,7 +127,7 @@ def prove(part: int, parts: int) -> bool:
     for _, reason in sorted(wrong, reverse=True)[:10]:
         print(reason)
     seconds = time.perf_counter() - started
-    print(f"part {part}: {ran} runs, {len(wrong)} wrong, worst {worst:.1e}, {seconds:.0f} s")
+    print(f"{part}: {ran} runs, {len(wrong)} wrong, worst {worst:.1e}, {seconds:.0f} s")
     return not wrong
 
 
@@ -320,6 +324,7 @@ def main() -> int:
     parser.add_argument("--more", action="store_true", help="also time q_len 4, ragged, float16")
     parser.add_argument("--only", default="", help="shapes whose BATCHxHEADSxCONTEXT starts so")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--tiles", help="check TILE,... in the usual geometry, in this process")
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     shapes = shapes_of(options.only, options.more)
@@ -330,8 +335,13 @@ def main() -> int:
         print(f"the CUDA kernels can't run: {reason}")
         return 1
     mx.set_default_device(mx.gpu)
+    if options.tiles:
+        tiles = options.tiles.split(",")
+        some = [each for each in variants() if each[0] in tiles and each[2] == DEEPSEEK]
+        return 0 if prove(options.tiles, some) else 1
     if options.part:
-        return 0 if prove(*options.part) else 1
+        part, parts = options.part
+        return 0 if prove(f"part {part}", variants()[part::parts]) else 1
     right = True
     if not options.no_check:
         right = prove_all(options.processes)

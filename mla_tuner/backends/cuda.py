@@ -85,8 +85,8 @@ class CudaBackend(JitBackend):
         """
         tile, pieces, rank = cuda_tiles.TILES[name], count(shape, piece), _rank(shape)
         shapes: list[tuple[int, ...]] = [(*leading(shape, 1), rank), leading(shape, 1)]
-        if pieces > 1:  # with two sums of each row
-            width = (rank + 2) * 4 // DTYPE_BYTES[shape.dtype]
+        if pieces > 1:  # with sums of each row
+            width = (rank + 4) * 4 // DTYPE_BYTES[shape.dtype]
             shapes = [(*leading(shape, pieces), width)]
         grid = cuda_tiles.grid(tile, shape, piece)
         launch = {

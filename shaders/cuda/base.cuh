@@ -116,7 +116,7 @@ MLA Result result(const Outputs& to, const Work& w) {
     r.sums = to.lse + row;
   } else {
     const int each = w.pieces * w.rows;
-    float* part = (float*)to.out + (i64)w.sequence * each * (RANK + 2);
+    float* part = (float*)to.out + (i64)w.sequence * each * (RANK + 4);  // + 2 would do, but for sixteens of bytes
     r.out = (Bits*)(part + w.piece * w.rows * RANK);
     r.sums = part + each * RANK + 2 * w.piece;
   }

@@ -51,7 +51,7 @@ MLA float add_pieces(float4 (&sum)[EACH], const Parts& p, int row, int dim, Shar
       x[i][j] = piece < p.pieces ? __ldcg((const float4*)(from + piece * next + j * 64)) : float4();
   }
   top = minus_infinity();
-#pragma unroll 4
+#pragma unroll 8
   for (int piece = lane; piece < p.pieces; piece += 16) top = fmaxf(top, sums[piece].x);
 #pragma unroll
   for (int step = 8; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
@@ -127,14 +127,14 @@ MLA void merge_units(const Parts& p, Sharing sharing, Bits* out, float* lse) {
 // How the back end wants the work shared shows in the number of blocks. `info`: as in base.cuh; where
 // sequences differ, their pieces' numbers follow the pieces. `lse`: none where it isn't wanted.
 template <typename Shape, typename Numbers>
-MLA void merge(const void* part, const Shape& part_shape,  // [batch, room, rows, RANK + 2], as Result has it
+MLA void merge(const void* part, const Shape& part_shape,  // [batch, room, rows, RANK + 4], as Result has it
                const int* info, const Numbers& numbers, void* out, float* lse) {
   const int b = blockIdx.y;
   Parts p;
   p.room = part_shape[1];
   p.rows = part_shape[2];
   p.pieces = numbers[9] > 0 ? info[4 * numbers[9] + b] : p.room;
-  p.part = (const float*)part + (i64)b * p.room * p.rows * (RANK + 2);
+  p.part = (const float*)part + (i64)b * p.room * p.rows * (RANK + 4);
   p.sums = (const float2*)(p.part + p.room * p.rows * RANK);
   Bits* to = (Bits*)out + (i64)b * p.rows * RANK;
   float* to_lse = lse ? lse + (i64)b * p.rows : lse;
