@@ -61,12 +61,12 @@ MLA void copy_tiles(const Cache& c, const Work& w, int count, int next, u8* shar
     barrier_wait(empty + 8 * stage, parity);
     if (tokens < TOKENS) clear_tokens(tile, tokens);
     if (!sixteens) gather_tile(c, from, tile, tokens);
-    __syncwarp();
     const u32 barrier = full + 8 * stage;
     if (lane == 0) barrier_expect(barrier, sixteens ? tokens * (RANK + ROPE) * 2 : 0);
     __syncwarp();
     const int mine = min(GROUP, tokens - lane * GROUP);
     if (sixteens && lane < 8) copy_group(c, from, shared_address(tile), lane, mine, barrier);
+    if (lane) barrier_arrive(barrier);  // each for what it wrote itself
     if (++stage == STAGES) {
       stage = 0;
       parity ^= 1;
@@ -102,7 +102,7 @@ MLA void decode(const Query& query, const Cache& c, const Work& w, const Outputs
   if (threadIdx.x == 256) {
     const u32 full = shared_address(shared);
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, 1);
+      barrier_init(full + 8 * i, 32);
       barrier_init(full + EMPTY_AT + 8 * i, 8);
     }
     barriers_ready();

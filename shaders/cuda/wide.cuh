@@ -348,7 +348,7 @@ MLA void compute(const Work& w, const Outputs& to, int count, u8* shared) {
   };
   if (count) {
     const Place q = place(base, 0);
-    barrier_wait(q.full, q.parity);
+    barrier_wait(q.full + 8 * group, q.parity);  // the other half may be filled anew by now
     hold_queries(held, x.row, shared + RING_AT, group);
     // Before tile 2 comes to where they lay, both groups have released its place.
     release(q.empty + 8 * group);
