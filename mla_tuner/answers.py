@@ -32,6 +32,7 @@ def plan_answer(decision: Decision, device: Device, steps: Iterable[Step] | None
         "speedup": decision.speedup,
         "speedup_low": decision.speedup_low,
         "speedup_high": decision.speedup_high,
+        "baseline": decision.baseline,
         "device": device.key,
     }
     return answer if steps is None else {**answer, "steps": [asdict(step) for step in steps]}
@@ -68,6 +69,7 @@ def row_answer(row: Row) -> Answer:
         "speedup": row.speedup,
         "speedup_low": row.speedup_low,
         "speedup_high": row.speedup_high,
+        "baseline": row.baseline,
         "day": row.day,
     }
 

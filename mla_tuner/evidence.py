@@ -14,10 +14,11 @@ from math import comb, erfc, log, sqrt
 from statistics import median
 
 from .candidates import MIN_GAIN
-from .plan import MLX, PATHS, Plan
+from .plan import MLX, MLX_PLANS, PATHS, Plan
 from .shapes import Shape
 
 STATUSES = ("ok", "wrong", "error", "timeout")
+FAILED = ("wrong", "error")
 TIE = 1.02  # closer than this, nobody notices: fewer partitions win
 EQUAL = 1.005  # closer than this, the order is fixed
 OVERLAP_TIE = 1.05  # an interval that reaches 1 makes a tie too, but not at any price
@@ -32,11 +33,11 @@ FAR_BEHIND = 1.5  # so much slower in every round: two rounds are enough
 class Measurement:
     """What one plan did on one shape. Times are of one call, in microseconds.
 
-    `ratio` is time(mlx) / time(plan), the speed-up, paired within rounds; its interval needs six
-    pairs and is None with fewer. `samples_us[i]` belongs to round i. `executed` is the plan that
-    really ran. Anything but `ok` has a one-line message and no times. `inner` calls were chained in
-    each sample. `dropped` rounds of the race were dropped because `mlx` drifted, and `paused_s`
-    seconds waited for that to pass.
+    `ratio` is time(baseline) / time(plan), the speed-up, paired within rounds; its interval needs
+    six pairs and is None with fewer. `samples_us[i]` belongs to round i. `executed` is the plan
+    that really ran. Anything but `ok` has a one-line message and no times. `inner` calls were
+    chained in each sample. `dropped` rounds of the race were dropped because the baseline drifted,
+    and `paused_s` seconds waited for that to pass.
     """
 
     shape: Shape
@@ -56,6 +57,15 @@ class Measurement:
     dropped: int = 0
     paused_s: float = 0.0
     inner: int = 1
+
+
+def baseline(measured: Sequence[Measurement]) -> Measurement | None:
+    """What the others are compared with: `mlx` or, where that failed, the next of MLX's paths that
+    did not. `mlx` itself where all of them failed; None where none was measured.
+    """
+    found = {m.plan: m for m in reversed(measured) if m.plan in MLX_PLANS}  # the first of each
+    paths = [found[plan] for plan in MLX_PLANS if plan in found]
+    return next((m for m in paths if m.status not in FAILED), paths[0] if paths else None)
 
 
 def median_interval(
@@ -141,8 +151,8 @@ def tied(measurement: Measurement, leader: Measurement) -> bool:
     return behind <= OVERLAP_TIE and interval is not None and interval[0] <= 1.0
 
 
-def finalist(measurements: Sequence[Measurement]) -> Measurement | None:
-    """The plan that should meet `mlx` in the final duel; None where none can win it.
+def finalist(measurements: Sequence[Measurement], default: Plan = MLX) -> Measurement | None:
+    """The plan that should meet the baseline in the final duel; None where none can win it.
 
     The leader has the lowest median of those timed in every round. Of the plans tied with it those
     with the fewest partitions are left, if these are `MUCH_FEWER`; else those with the leader's
@@ -151,7 +161,7 @@ def finalist(measurements: Sequence[Measurement]) -> Measurement | None:
     another tile: by `TIE` a tenth of all buckets changed theirs in 4 % of noise, by `EQUAL` a
     sixtieth. Simulated CPU, 2026-11-29.)
     """
-    timed = [m for m in measurements if m.status == "ok" and m.plan != MLX]
+    timed = [m for m in measurements if m.status == "ok" and m.plan != default]
     if not timed:
         return None
     longest = max(len(m.samples_us) for m in timed)
@@ -178,25 +188,58 @@ def plainness(plan: Plan) -> tuple[int, int, int, str]:
     return plan.partitions, PATHS.index(plan.path), len(plan.tile), plan.tile
 
 
-def verdict(duel: Sequence[Measurement]) -> tuple[Measurement, str] | None:
-    """The winner of a final duel, and the sentence that says why.
+def verdict(
+    duel: Sequence[Measurement], search: Sequence[Measurement] = ()
+) -> tuple[Measurement, Measurement, str] | None:
+    """The winner of a final duel, the baseline there, and the sentence that says why.
 
-    Only an interval whose lower end clears `MIN_GAIN` replaces `mlx`. None where the duel decides
-    nothing: `mlx` itself has no time, or the budget left too few rounds.
+    Only an interval whose lower end clears `MIN_GAIN` replaces the baseline; the rival comes last.
+    search: tells why the baseline is not `mlx`. None where the duel decides nothing: the baseline
+    has no time, or the budget left too few rounds.
     """
-    default = next((m for m in duel if m.plan == MLX and m.status == "ok"), None)
-    if default is None:
+    default = baseline(duel)
+    if default is None or default.status != "ok":
         return None
-    rival = next((m for m in duel if m.plan != MLX), None)
+    rival = next((m for m in reversed(duel) if m is not default), None)
+    decided = _judged(default, rival)
+    return decided and (decided[0], default, decided[1] + _instead([*search, *duel], default.plan))
+
+
+def _judged(default: Measurement, rival: Measurement | None) -> tuple[Measurement, str] | None:
     if rival is None:
-        return default, "no other plan came close to mlx"
+        return default, f"no other plan came close to {default.plan}"
     if rival.status == "timeout":
         return None
     if rival.status != "ok":
         return default, f"{rival.plan} failed in the final duel: {rival.message}"
     if rival.ratio is None or rival.ratio_low is None or rival.ratio_high is None:
         return None
-    span = f"{rival.ratio:.3g}x mlx [{rival.ratio_low:.3g}, {rival.ratio_high:.3g}]"
+    span = f"{rival.ratio:.3g}x {default.plan} [{rival.ratio_low:.3g}, {rival.ratio_high:.3g}]"
     if rival.ratio_low > MIN_GAIN:
         return rival, f"{rival.plan} is {span}"
     return default, f"{rival.plan} is {span}: not beyond {MIN_GAIN}x for sure"
+
+
+def refuted(duel: Sequence[Measurement]) -> tuple[Measurement, Measurement, str]:
+    """What a duel leaves that showed a stored plan, its last, to be wrong or slower: as `verdict`,
+    with the baseline as the winner.
+    """
+    *others, rival = duel
+    default = baseline(others) or Measurement(rival.shape, MLX)
+    ratio = "" if rival.ratio is None else f"{rival.ratio:.3g}x {default.plan}"
+    reason = f"{rival.plan} did not hold: {rival.message or ratio}"
+    return default, default, reason + _instead(others, default.plan)
+
+
+def _instead(measured: Sequence[Measurement], default: Plan) -> str:
+    """Why plans are not compared with `mlx`; "" where they are."""
+    failed = [m.message for m in measured if m.plan == MLX and m.status in FAILED]
+    if default == MLX or not failed:
+        return ""
+    return f"; mlx itself can't run here: {failed[-1]}; compared with {default}"
+
+
+def best_speedup(measured: Sequence[Measurement], path: str) -> float | None:
+    """Of the best plan of a path; of one measured more than once, the last time counts."""
+    last = {m.plan: m.ratio for m in measured if m.plan.path == path and m.status == "ok"}
+    return max((ratio for ratio in last.values() if ratio is not None), default=None)

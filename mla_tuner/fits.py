@@ -16,25 +16,30 @@ from .candidates import (
     law,
     row_groups,
 )
-from .plan import NATIVE_PATHS, Plan
+from .plan import MLX, NATIVE_PATHS, PATHS, Plan
 from .shapes import MAX_PARTITIONS, Bucket, pieces
 
 _BISECTIONS = 40  # a context of a million tokens needs 20 to be exact
 
 
 class Speedups(NamedTuple):
-    """Speed-up over `mlx` of the best `single` and `split` plan of a bucket; None: not measured."""
+    """Speed-up over the baseline of the best `single` and `split` plan of a bucket; None: not
+    measured.
+    """
 
     single: float | None = None
     split: float | None = None
 
 
 class Tuned(NamedTuple):
-    """A tuned bucket: its winner, and what was measured of both native paths."""
+    """A tuned bucket: its winner, what was measured of both native paths, and the path of MLX's
+    that this is over.
+    """
 
     bucket: Bucket
     plan: Plan
     speedups: Speedups = Speedups()
+    baseline: str = MLX.path
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,10 @@ def path_between(share: float, lower: Tuned, upper: Tuned) -> str:
     """The path at a share (0..1 of the log) of the way between two tuned contexts.
 
     One that both ends agree on; else the fastest by the interpolated speed-ups, where it clears
-    `MIN_GAIN` over what it replaces; else `mlx`, also where a speed-up is needed and missing.
+    `MIN_GAIN` over what it replaces; else the baseline, also where a speed-up is needed and
+    missing: of two that of the end where `mlx` can't run, for it may not run here either.
     """
+    default = max(lower.baseline, upper.baseline, key=PATHS.index)
     ends = {lower.plan.path, upper.plan.path}
     if len(ends) == 1:
         return lower.plan.path
@@ -116,10 +123,10 @@ def path_between(share: float, lower: Tuned, upper: Tuned) -> str:
     found = speedups_between(share, lower, upper)
     at = {path: value for path, value in found._asdict().items() if path in native}
     if None in at.values():
-        return "mlx"
+        return default
     if "split" in at and at["split"] > MIN_GAIN * max(1.0, at.get("single", 1.0)):
         return "split"
-    return "single" if at.get("single", 0.0) > MIN_GAIN else "mlx"
+    return "single" if at.get("single", 0.0) > MIN_GAIN else default
 
 
 def speedups_between(share: float, lower: Tuned, upper: Tuned) -> Speedups:
@@ -135,8 +142,8 @@ def _blend(share: float, low: float | None, high: float | None) -> float | None:
 
 
 def _agreed(tuned: Tuned) -> Speedups:
-    """Speed-ups that don't contradict the winner: a bucket that kept `mlx` has no gain to show,
-    whatever its search found, and none that kept a path prefers the other one.
+    """Speed-ups that don't contradict the winner: a bucket that kept MLX's path has no gain to
+    show, whatever its search found, and none that kept a path prefers the other one.
     """
     single, split = tuned.speedups
     if not tuned.plan.native:

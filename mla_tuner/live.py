@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from math import ceil, inf
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -22,13 +23,14 @@ from .worker import Worker
 
 COLD_CACHES = 3  # times the last-level cache that a ring of cases covers
 MEMORY_SHARE = 0.25  # of the machine's memory that a ring may take
-ROOMY_SHARE = 1 / 16  # of a GPU's memory: smaller caches of two processes fit side by side
 CHECKED_TOKENS = 1 << 14  # that differ in a case for the check: the truth of more takes seconds
 FIRST_HEAD_START_S = 40e-6  # a call, before it is known how long the host takes
 TRIES = 4  # for the host to get ahead of the GPU
 # Of a graph, before MLX hands it to the GPU. Its own limits would hand out ten or more a chain, and
 # with ten in flight MLX waits for one to end: the host would never get ahead.
 WHOLE_CHAINS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "1000000"}
+
+Result = TypeVar("Result")
 
 
 class LiveRunners:
@@ -64,9 +66,12 @@ class LiveRunners:
             yield RemoteRunner(worker, shape, seed)
 
     def make_room(self) -> None:
-        """Frees the memory of a long context: a new process will need as much."""
+        """Frees the memory of a long context, and what MLX has kept of its scratch: the other
+        process will need as much.
+        """
         if self._pool_bytes > COLD_CACHES * self.device.cache_bytes:
-            self._drop_pool()
+            self._pool, self._pool_bytes = None, 0
+        _free_scratch()
 
     def now(self) -> float:
         return time.perf_counter()
@@ -102,6 +107,11 @@ class LiveRunners:
         mx.clear_cache()
 
 
+def _free_scratch() -> None:
+    mx.clear_cache()
+    mx.synchronize()  # CUDA frees in the order of a stream, and keeps the memory until then
+
+
 def _serves(pool: cases.Pool, dtype: str, geometry: Geometry, nbytes: int) -> bool:
     token_bytes = geometry.width * (4 if dtype == "float32" else 2)
     return (pool.dtype, pool.geometry) == (dtype, geometry) and (
@@ -130,7 +140,7 @@ class LiveRunner:
     def check(self, plan: Plan) -> Checked:
         """Against float64 on some rows of every row tile; NaN in the slots that nobody may read."""
         if plan not in self._checked:
-            self._checked[plan] = self._check(plan)
+            self._checked[plan] = _leaving_room(self._check, plan)
         return self._checked[plan]
 
     def _check(self, plan: Plan) -> Checked:
@@ -167,10 +177,13 @@ class LiveRunner:
         return sorted({0, rows - 1} | some)
 
     def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
-        chain = [self._next() for _ in range(inner)]
-        seconds = self._queued(plan, chain) if self._clock else self._waited(plan, chain)
+        seconds = _leaving_room(self._timed, plan, inner)
         run = ops.last_run()
         return seconds / inner, run.executed if run else None
+
+    def _timed(self, plan: Plan, inner: int) -> float:
+        chain = [self._next() for _ in range(inner)]
+        return self._queued(plan, chain) if self._clock else self._waited(plan, chain)
 
     def _waited(self, plan: Plan, chain: Sequence[cases.Case]) -> float:
         """Seconds from the first line of Python to the last result."""
@@ -225,6 +238,19 @@ class LiveRunner:
         time.sleep(seconds)
 
 
+def _leaving_room(call: Callable[..., Result], *args: object) -> Result:
+    """What `call` returns. Where it fails, out of memory above all, what it took is free again: the
+    next plan needs it.
+    """
+    try:
+        return call(*args)
+    except Exception as error:
+        failure = error.with_traceback(None)  # whose frames hold the arrays
+    with suppress(Exception):  # a device that is gone: the first failure tells more
+        _free_scratch()
+    raise failure
+
+
 class IsolatedRunners:
     """As `LiveRunners`, in a process beside this one: what crashes it is evidence, not the end.
 
@@ -252,17 +278,15 @@ class IsolatedRunners:
         """See `Runners.fresh`. On an NVIDIA GPU all duels share one process, which knows nothing of
         the search: another one would compile every kernel again, for seconds.
         """
-        large = shape.cache_bytes > ROOMY_SHARE * self.device.memory_gb * GB
-        if large or self.device.backend != "cuda":
-            _make_room(self._worker)
+        _make_room(self._worker)  # MLX's scratch may be far larger than the cache
         try:
             yield RemoteRunner(self._duels, shape, seed)
         finally:
-            if self.device.backend != "cuda":
+            if self.device.backend == "cuda":
+                _make_room(self._duels)
+            else:
                 self._compiled += _compiled(self._duels)
                 self._duels.close()
-            elif large:
-                _make_room(self._duels)
 
     def queued(self) -> bool:
         """Whether GPU time is measured; False where no process can say."""

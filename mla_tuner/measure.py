@@ -16,6 +16,7 @@ from typing import Protocol
 
 from .errors import BusyError, TunerError
 from .evidence import (
+    FAILED,
     FAR_BEHIND,
     MIN_ROUNDS,
     Measurement,
@@ -36,7 +37,7 @@ QUEUED_SAMPLE_S = 4e-4  # of GPU time, with neither of them in it
 MAX_INNER = 64  # about as many layers as a model has: nobody chains more before a sync
 LONGEST_CHAIN = 10  # samples that a chain may last if it is only as long as that of another plan
 # By the GPU's clock, which a burst of other work does not reach:
-HOPELESS = 4.0  # so much slower once is enough to know where `mlx` stands
+HOPELESS = 4.0  # so much slower once is enough to know where the baseline stands
 BEHIND = 1.1  # so much slower in every round: two are enough
 
 
@@ -44,14 +45,14 @@ BEHIND = 1.1  # so much slower in every round: two are enough
 class Effort:
     """How long plans are timed.
 
-    settled: rounds after which a plan that is far behind in each of them leaves, be it `mlx`;
-    MIN_ROUNDS give it an interval first. most: rounds at most. ranked: losers leave by a
+    settled: rounds after which a plan that is far behind in each of them leaves, be it the
+    baseline; MIN_ROUNDS give it an interval first. most: rounds at most. ranked: losers leave by a
     signed-rank test too. seconds: after which there are no more rounds than `least`, waits not
     counted. So cheap plans get many rounds and expensive ones enough. The clock may end a race,
     never the score: looking again until the answer pleases would void the intervals.
-    brief: of GPU time, a race that no verdict comes from. `mlx` leaves after one round in which it
-    is `HOPELESS`, others where they are `BEHIND`, and the race ends where each interval to the
-    leader is narrower than this share.
+    brief: of GPU time, a race that no verdict comes from. The baseline leaves after one round in
+    which it is `HOPELESS`, others where they are `BEHIND`, and the race ends where each interval to
+    the leader is narrower than this share.
     """
 
     settled: int
@@ -133,18 +134,22 @@ def measure(
     seed: int = 0,
     progress: Progress | None = None,
     effort: Effort = FULL,
+    baselines: Sequence[Plan] = (MLX,),
 ) -> list[Measurement]:
-    """Each plan's correctness, times and speed-up over `mlx` on one shape, in the order of `plans`.
+    """Each plan's correctness, times and speed-up over the baseline on one shape, in the order of
+    `plans`.
 
     Correctness comes first, for every plan; a wrong or failing one is never timed. Then all plans
-    are timed once a round, in shuffled order, each on another cold cache. `mlx`, where it is among
-    the plans, is the canary: when it drifts, the round is dropped and a pause follows, longer each
-    time in a row. Ratios pair times of one round.
+    are timed once a round, in shuffled order, each on another cold cache. The baseline is the
+    canary: when it drifts, the round is dropped and a pause follows, longer each time in a row.
+    Ratios pair times of one round.
 
     budget_s: seconds for everything. Plans that it leaves no round for have the status `timeout`;
-    no plan is started after it. progress: told of each plan when it is finished.
+    no plan is started after it. progress: told of each plan when it is finished. baselines: the
+    first of them that is among the plans and does not fail is the baseline; else there is none.
     """
-    session = _Session(shape, plans, runner, effort, random.Random(seed), runner.now() + budget_s)
+    deadline = runner.now() + budget_s
+    session = _Session(shape, plans, baselines, runner, effort, random.Random(seed), deadline)
     session.check()
     session.time(progress or (lambda measurement: None))
     return session.results()
@@ -216,6 +221,7 @@ class _Session:
         self,
         shape: Shape,
         plans: Sequence[Plan],
+        baselines: Sequence[Plan],
         runner: Runner,
         effort: Effort,
         rng: random.Random,
@@ -224,11 +230,19 @@ class _Session:
         self.shape, self.runner, self.effort = shape, runner, effort
         self.rng, self.deadline = rng, deadline
         self.entries = [_Entry(plan) for plan in plans]
+        found = {entry.plan: entry for entry in self.entries}
+        self._baselines = [found[plan] for plan in baselines if plan in found]
         self.rounds = self.dropped = 0
         self.paused_s = 0.0
-        self._canary: list[float] = []  # seconds by round, dropped ones included
+        # Seconds of each baseline by round, dropped ones included.
+        self._canary: dict[Plan, list[float]] = {entry.plan: [] for entry in self._baselines}
         self._astray = 0  # rounds dropped in a row
         self._queued = runner.queued
+
+    @property
+    def baseline(self) -> _Entry | None:
+        """What the others are compared with."""
+        return next((entry for entry in self._baselines if entry.status not in FAILED), None)
 
     # --- correctness -------------------------------------------------------------------------
 
@@ -364,12 +378,13 @@ class _Session:
         At most half of all rounds are dropped: an ever restless machine gets wide intervals instead
         of none.
         """
-        seconds = times.get(MLX)
-        if seconds is None:
+        canary = self.baseline
+        if canary is None or canary.plan not in times:
             return False
-        self._canary.append(seconds)
-        usual = median(self._canary[-CANARY_MEMORY:])
-        ratios = [seconds / other for plan, other in times.items() if plan != MLX]
+        seconds, known = times[canary.plan], self._canary[canary.plan]
+        known.append(seconds)
+        usual = median(known[-CANARY_MEMORY:])
+        ratios = [seconds / other for plan, other in times.items() if plan != canary.plan]
         close = any(1 / FAR_BEHIND < ratio < FAR_BEHIND for ratio in ratios)
         return close and self.dropped < self.rounds and abs(seconds / usual - 1) > DRIFT
 
@@ -378,13 +393,13 @@ class _Session:
         live = [entry for entry in self.entries if entry.live and entry.samples]
         if not live:
             return
-        leader = min(live, key=lambda entry: median(entry.samples))
+        leader, default = min(live, key=lambda entry: median(entry.samples)), self.baseline
         for entry in live:
             ratios = paired(entry.samples, leader.samples)
             if self.rounds < self.effort.settled:
-                entry.live = not (self._brief and entry.plan == MLX and ratios[0] > HOPELESS)
+                entry.live = not (self._brief and entry is default and ratios[0] > HOPELESS)
                 continue
-            ranked = self.effort.ranked and entry.plan != MLX
+            ranked = self.effort.ranked and entry is not default
             far = BEHIND if ranked and self._brief else FAR_BEHIND
             if min(ratios) > far or (ranked and lost(ratios)):
                 entry.live = False
@@ -403,11 +418,12 @@ class _Session:
                 paused_s=self.paused_s,
                 inner=entry.inner,
             )
-        canary = next((e.samples for e in self.entries if e.plan == MLX), [])
-        ratios = paired(canary, entry.samples)
+        default = self.baseline
+        ratios = paired(default.samples, entry.samples) if default else []
         low, high = median_interval(ratios) or (None, None)
         samples_us = tuple(seconds * 1e6 for seconds in entry.samples)
-        note = f"{self.dropped} rounds dropped: mlx drifted" if self.dropped else ""
+        drifted = f"{default.plan} drifted" if default else ""
+        note = f"{self.dropped} rounds dropped: {drifted}" if self.dropped else ""
         return Measurement(
             *(self.shape, entry.plan, "ok", note, entry.max_error, len(samples_us)),
             *(median(samples_us), percentile(samples_us, 0.1), percentile(samples_us, 0.9)),

@@ -67,8 +67,8 @@ MLX_PLANS = (MLX, Plan("mlx_rows"), Plan("mlx_fused"))
 class Decision:
     """A plan, the step of the look-up that gave it, and one sentence that says why.
 
-    `expected_us` is the plan's median time; `speedup` is against `mlx`, with its confidence
-    interval. All four are None where nothing was measured.
+    `expected_us` is the plan's median time; `speedup` is over `baseline`, one of MLX's paths, with
+    its confidence interval. All four are None where nothing was measured.
     """
 
     plan: Plan
@@ -78,3 +78,4 @@ class Decision:
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
+    baseline: str = MLX.path

@@ -84,7 +84,7 @@ class Policy:
             else:
                 self._stale[row.bucket] = self._why_stale(row)
         for bucket, row in sorted(self._rows.items()):
-            tuned = Tuned(bucket, row.plan, _known(row))
+            tuned = Tuned(bucket, row.plan, _known(row), row.baseline)
             self._families.setdefault(bucket._replace(context=0), []).append(tuned)
 
     @classmethod
@@ -212,15 +212,16 @@ class Policy:
         when = f"{self._from_frozen()}tuned on this device {row.day}{self._not_compared(row)}"
         if row.stage == "refute":
             reason = f"{when}: the plan stored before failed `mla-tune verify`: run `mla-tune`"
-        elif row.plan == MLX:
-            reason = f"{when}: nothing beats mlx at context {bucket.context}"
+        elif row.stays:
+            reason = f"{when}: nothing beats {row.baseline} at context {bucket.context}"
         else:
             low, high = row.speedup_low, row.speedup_high
             span = "" if low is None or high is None else f" [{low:.3g}, {high:.3g}]"
-            reason = (
-                f"{when}: {row.plan} is {row.speedup:.3g}x mlx{span} at context {bucket.context}"
-            )
-        interval = row.speedup_low, row.speedup_high
+            gain = f"{row.plan} is {row.speedup:.3g}x {row.baseline}{span}"
+            reason = f"{when}: {gain} at context {bucket.context}"
+        if row.baseline != MLX.path:
+            reason += ", where mlx itself can't run"
+        interval = row.speedup_low, row.speedup_high, row.baseline
         return Decision(row.plan, "tuned", reason, row.median_us, row.speedup, *interval)
 
     def _fitted(self, bucket: Bucket, batch: int) -> Decision | str:
@@ -261,7 +262,7 @@ class Policy:
     def _details(self, step: str, bucket: Bucket) -> Iterator[str]:
         if step == "tuned" and bucket in self._rows:
             row = self._rows[bucket]
-            yield from _speedups("here", _known(row))
+            yield from _speedups("here", _known(row), row.baseline)
         elif step == "fitted":
             yield from self._fitted_details(bucket)
         elif step == "gates":
@@ -274,9 +275,11 @@ class Policy:
         ends = self._neighbours(bucket)
         if ends:
             for end in ends:
-                yield from _speedups(f"at {end.bucket.context} ({end.plan})", end.speedups)
+                where = f"at {end.bucket.context} ({end.plan})"
+                yield from _speedups(where, end.speedups, end.baseline)
             share = fits.share_of(bucket.context, *ends)
-            yield from _speedups(f"at {bucket.context}", fits.speedups_between(share, *ends))
+            between = fits.speedups_between(share, *ends)
+            yield from _speedups(f"at {bucket.context}", between, _over(*ends))
         if family:
             longest = family[-1].bucket.context
             for what, start in (("native", found.native_from), ("split", found.split_from)):
@@ -339,12 +342,20 @@ def _why(plan: Plan, bucket: Bucket, lower: Tuned, upper: Tuned) -> str:
         return ""
     between = fits.speedups_between(fits.share_of(bucket.context, lower, upper), lower, upper)
     speedup = between._asdict().get(plan.path)
-    return f": {plan.path} is about {speedup:.3g}x mlx" if speedup else f": {plan.path} risks less"
+    if not speedup:
+        return f": {plan.path} risks less"
+    return f": {plan.path} is about {speedup:.3g}x {_over(lower, upper)}"
 
 
-def _speedups(where: str, speedups: Speedups) -> Iterator[str]:
+def _over(lower: Tuned, upper: Tuned) -> str:
+    """What speed-ups between two ends are over."""
+    same = lower.baseline == upper.baseline
+    return lower.baseline if same else f"{lower.baseline} to {upper.baseline}"
+
+
+def _speedups(where: str, speedups: Speedups, baseline: str) -> Iterator[str]:
     for path, value in speedups._asdict().items():
-        known = "was not measured" if value is None else f"is {value:.3g}x mlx"
+        known = "was not measured" if value is None else f"is {value:.3g}x {baseline}"
         yield f"{where} {path} {known}"
 
 

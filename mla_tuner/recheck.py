@@ -8,9 +8,9 @@ from typing import Literal
 
 from .candidates import MIN_GAIN
 from .device import Device
-from .evidence import Measurement, verdict
+from .evidence import FAILED, Measurement, baseline, verdict
 from .measure import Runner, measure
-from .plan import MLX
+from .plan import MLX, Plan
 from .store import Store
 from .table import Row
 
@@ -42,7 +42,7 @@ class Versions:
 class PlanCheck:
     """One stored winner, timed again: what was measured, and what counts from now on.
 
-    `measurement` is that of the stored plan; where `mlx` is stored, of the plan that came closest
+    `measurement` is that of the stored plan; where the baseline is, of the plan that came closest
     to it. `now` is the winner that was stored for it, None where nothing was; where that should
     have been, `note` says why it wasn't. Where it is not `believed`, the machine was not fit for
     timing: it may have made the result.
@@ -78,25 +78,29 @@ def recheck(
 ) -> tuple[PlanCheck, list[Measurement]]:
     """Time one stored winner beside `mlx`, in at most `budget_s` seconds; nothing is stored.
 
-    Returns what came out, and the duel for `keep`. A winner of other versions has to clear `mlx`
-    as a new one would; for one that counts already it is enough not to lose.
+    Where `mlx` could not run it is tried again, beside the path that stood in for it. Returns what
+    came out, and the duel for `keep`. A winner of other versions has to clear the baseline as a new
+    one would; for one that counts already it is enough not to lose.
     """
-    rival = row.plan if row.plan != MLX else store.rival(device, row)
+    rival = store.rival(device, row) if row.stays else row.plan
     if rival is None:
         return PlanCheck(row, "undecided", None), []
     shape = row.bucket.shape
-    duel = measure(shape, [MLX, rival], budget_s=budget_s, runner=runner)
-    default, found = duel
+    defaults = list(dict.fromkeys([MLX, Plan(row.baseline)]))
+    plans = [*defaults, rival]
+    duel = measure(shape, plans, budget_s=budget_s, runner=runner, baselines=defaults)
+    *others, found = duel
     least = 1.0 if here.same(row) else MIN_GAIN
-    result = _judge_mlx(duel) if row.plan == MLX else _judge(default, found, least)
+    default = baseline(others) or others[0]
+    result = _judge_stay(duel) if row.stays else _judge(default, found, least)
     return PlanCheck(row, result, found), duel
 
 
 def keep(store: Store, run: int, check: PlanCheck, duel: Sequence[Measurement]) -> PlanCheck:
     """Store what `recheck` found as evidence of `run`, and let what follows from it count.
 
-    A winner that passed counts for the versions of `run`; for one that lost or went wrong `mlx`
-    does, until its bucket is tuned again. Undecided, it stays what it was.
+    A winner that passed counts for the versions of `run`; for one that lost or went wrong the
+    baseline does, until its bucket is tuned again. Undecided, it stays what it was.
     """
     bucket = check.row.bucket
     if check.result == "undecided":
@@ -140,7 +144,7 @@ def revalidate(
 
 
 def _judge(default: Measurement, rival: Measurement, least: float) -> Result:
-    if default.status in ("wrong", "error"):  # where that fails too, the plan is not the cause
+    if default.status in FAILED:  # where that fails too, the plan is not the cause
         return "undecided"
     if rival.status == "wrong" or (rival.status == "error" and default.status == "ok"):
         return "wrong"
@@ -151,6 +155,6 @@ def _judge(default: Measurement, rival: Measurement, least: float) -> Result:
     return "ok" if rival.ratio_low > least else "undecided"
 
 
-def _judge_mlx(duel: Sequence[Measurement]) -> Result:
-    """Whether the rule that makes winners comes to a verdict, be it `mlx` again or the rival."""
+def _judge_stay(duel: Sequence[Measurement]) -> Result:
+    """Whether the rule that makes winners comes to a verdict, be it the baseline or the rival."""
     return "ok" if verdict(duel) else "undecided"

@@ -107,7 +107,7 @@ def tuned(answer: Answer) -> Iterator[RenderableType]:
     )
     if answer["dropped_rounds"]:
         yield (
-            f"{counted(answer['dropped_rounds'], 'round')} did not count, as mlx drifted; "
+            f"{counted(answer['dropped_rounds'], 'round')} did not count, as MLX's path drifted; "
             f"{duration(answer['paused_s'])} waited for that to pass."
         )
     if answer["compiled"]:
@@ -139,23 +139,30 @@ def tuned(answer: Answer) -> Iterator[RenderableType]:
 def _winners(rows: Sequence[Answer]) -> Table:
     table = _table("bucket", "plan", "speed-up over mlx", "time", "day", left=2)
     for row in rows:
-        stays = row["path"] == "mlx"
-        span = "mlx is best" if stays else speedup_interval(row)
+        name = row["baseline"]
+        span = f"{name} is best" if row["path"] == name else speedup_interval(row) + _beside(name)
         day = "new" if row["new"] else row["day"]
         table.add_row(row["bucket"], str(plan_of(row)), span, microseconds(row["expected_us"]), day)
     return table
 
 
+def _beside(baseline: str) -> str:
+    """What a speed-up is over where it is not over `mlx`."""
+    return "" if baseline == "mlx" else f" over {baseline}"
+
+
 def decision(answer: Answer) -> Iterator[RenderableType]:
     """The answer of `mla-tune plan`."""
     span = speedup_interval(answer)
+    if answer["speedup"] is not None:
+        span += f" over {answer['baseline']}"
     yield _facts(
         [
             ("plan", plan_of(answer)),
             ("source", answer["source"]),
             ("reason", answer["reason"]),
             ("expected", microseconds(answer["expected_us"])),
-            ("speed-up", span if answer["speedup"] is None else f"{span} over mlx"),
+            ("speed-up", span),
             ("device", answer["device"]),
         ]
     )
@@ -353,8 +360,8 @@ class Progress:
             self.note(self._title)
         elif isinstance(event, BucketTuned):
             row = event.row
-            stays = row.plan.path == "mlx"
-            found = "mlx is best" if stays else f"{row.plan}, {speedup(row.speedup)}"
+            gain = f"{row.plan}, {speedup(row.speedup)}{_beside(row.baseline)}"
+            found = f"{row.baseline} is best" if row.stays else gain
             self.line(f"{self._title}: {found} ({duration(event.seconds)})")
         elif not isinstance(
             event, BucketSkipped

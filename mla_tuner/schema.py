@@ -99,3 +99,9 @@ VERSION_2 = (
     system TEXT NOT NULL, {_FITTED}, PRIMARY KEY ({_KEY_2}))""",
     "PRAGMA user_version = 2",
 )
+
+# What a winner's speed-up is over: `mlx`, or where that can't run another of MLX's paths.
+VERSION_3 = (
+    "ALTER TABLE plan ADD COLUMN baseline TEXT NOT NULL DEFAULT 'mlx'",
+    "PRAGMA user_version = 3",
+)

@@ -20,10 +20,10 @@ from .candidates import MIN_GAIN
 from .device import Device
 from .errors import ShareError
 from .evidence import MIN_ROUNDS
-from .plan import MLX, Plan
+from .plan import Plan
 from .shapes import Bucket, pieces
 from .store import Store
-from .table import BUCKET_COLUMNS, Row
+from .table import BASELINES, BUCKET_COLUMNS, Row
 
 SCHEMA_NAME = "schema.json"
 _DIGITS = 4  # of a time or a speed-up: more is noise
@@ -55,10 +55,11 @@ class SharedKind(_Strict):
 
 
 class SharedBucket(SharedKind):
-    """A bucket's winner. Times of one call in microseconds; speed-ups are time(mlx) / time(plan).
+    """A bucket's winner. Times of one call in microseconds; speed-ups are time(baseline) /
+    time(plan), the baseline being `mlx` or, where that can't run, another of MLX's paths.
 
     speedup_low and speedup_high: the 95 % interval of the final duel, of as many rounds; null where
-    `mlx` won without a rival. single_speedup, split_speedup: of the best plan of that path.
+    the baseline won without a rival. single_speedup, split_speedup: of the best plan of that path.
     """
 
     context: Count
@@ -66,7 +67,8 @@ class SharedBucket(SharedKind):
     partitions: Count
     tile: Text
     median_us: Amount
-    mlx_us: Amount
+    baseline: Text
+    baseline_us: Amount
     speedup: Amount
     speedup_low: Amount | None
     speedup_high: Amount | None
@@ -197,7 +199,8 @@ def _bucket(store: Store, device: Device, row: Row) -> SharedBucket | None:
         **row.bucket._asdict(),
         **vars(row.plan),
         **{name: _rounded(value) for name, value in values.items()},
-        mlx_us=_rounded(duel[MLX]["median_us"]),
+        baseline=row.baseline,
+        baseline_us=_rounded(duel[Plan(row.baseline)]["median_us"]),
         rounds=duel[row.plan]["rounds"],
         day=row.day,
     )
@@ -371,11 +374,14 @@ def _bucket_fault(each: SharedBucket, device: Device) -> str | None:
         return f"no bucket: it is rounded to {shape.bucket}"
     if pieces(each.context, plan.partitions) != plan.partitions:
         return f"{plan} makes only {pieces(each.context, plan.partitions)} pieces"
-    if each.rounds < MIN_ROUNDS and plan != MLX:
+    if each.baseline not in BASELINES:
+        return f"{each.baseline!r} is none of MLX's paths"
+    stays = plan.path == each.baseline
+    if each.rounds < MIN_ROUNDS and not stays:
         return f"{each.rounds} rounds are too few for an interval"
     low, high = each.speedup_low, each.speedup_high
-    if plan == MLX:
-        return None if each.speedup == 1 else "mlx is not faster than itself"
+    if stays:
+        return None if each.speedup == 1 else f"{plan} is not faster than itself"
     if low is None or high is None or not low <= each.speedup <= high:
         return "the speed-up lies outside of its interval"
     if low < MIN_GAIN:  # it was rounded

@@ -21,9 +21,9 @@ from sqlite_utils import Database, Migrations
 from . import schema
 from .device import Device
 from .errors import StoreError
-from .evidence import Measurement, verdict
+from .evidence import Measurement, best_speedup, refuted, verdict
 from .fits import threshold
-from .plan import MLX, Plan
+from .plan import Plan
 from .records import evidence_row, expect, measurement_of, to_json
 from .shapes import Bucket
 from .table import (
@@ -52,6 +52,13 @@ def create_tables(db: Database) -> None:
 def keep_systems_apart(db: Database) -> None:
     """Schema 2: winners of one system, refuted plans, and what measuring was spared."""
     for statement in schema.VERSION_2:
+        db.execute(statement)
+
+
+@migrations()
+def name_baselines(db: Database) -> None:
+    """Schema 3: what a winner was compared with."""
+    for statement in schema.VERSION_3:
         db.execute(statement)
 
 
@@ -167,9 +174,10 @@ class Store:
     ) -> Row | None:
         """Add a bucket's evidence; with a duel also its winner and thresholds, all or nothing.
 
-        search: all candidates; duel: the finalist and `mlx` with fresh samples. Without a verdict
-        (the budget ended, or `mlx` failed) both are stored as "cut" and change no winner.
-        refutes: the duel showed a stored plan to be wrong or slower than `mlx`, which wins then.
+        search: all candidates; duel: the baseline, then the finalist, with fresh samples. Without a
+        verdict (the budget ended, or the baseline failed) both are stored as "cut" and change no
+        winner. refutes: the duel showed its last plan, which was stored, to be wrong or slower than
+        the baseline, which wins then.
 
         Returns the winner, or None.
         """
@@ -231,20 +239,20 @@ class Store:
         return [row for row in counts.values() if row not in refuted]
 
     def refuted(self, device: Device) -> list[Row]:
-        """Those winners of a device, all of them `mlx`, that stand for a plan that was refuted."""
+        """Those winners of a device, all of them baselines, that stand for a refuted plan."""
         with self._clear_errors():
             return self._rows("device = ? AND stage = 'refute'", [device.key])
 
     def rival(self, device: Device, row: Row) -> Plan | None:
-        """The plan that did best beside `mlx` in what a winner was found with."""
+        """The plan that did best beside the baseline in what a winner was found with."""
         where = f"{_OF_BUCKET} AND (device, kernel, mlx, system) = (?, ?, ?, ?)"
         with self._clear_errors(), self._sound(_MEND):
             found = self._db.execute(
                 "SELECT path, partitions, tile FROM measurement "
                 "JOIN run ON run.id = measurement.run "
-                f"WHERE {where} AND status = 'ok' AND path != 'mlx' AND ratio IS NOT NULL "
+                f"WHERE {where} AND status = 'ok' AND path NOT IN ('mlx', ?) AND ratio IS NOT NULL "
                 "ORDER BY ratio DESC, measurement.id LIMIT 1",
-                [*row.bucket, device.key, row.kernel, row.mlx, row.system],
+                [*row.bucket, device.key, row.kernel, row.mlx, row.system, row.baseline],
             ).fetchone()
             return Plan(*found) if found else None
 
@@ -423,15 +431,16 @@ class Store:
         measured = [measurement_of(row) for row in rows]
         stage = next(row["stage"] for row in reversed(rows) if row["stage"] != "search")
         duel = [m for row, m in zip(rows, measured, strict=True) if row["stage"] == stage]
-        decided = verdict(duel) if stage == "duel" else _refuted(duel)
+        decided = verdict(duel, measured) if stage == "duel" else refuted(duel)
         if decided is None:
             return None
-        best, reason = decided
+        best, default, reason = decided
         device, kernel, mlx, system, _ = self._identity(run)
         times = (best.median_us or 0.0, best.ratio or 1.0, best.ratio_low, best.ratio_high)
         versions = (rows[-1]["at"][:10], kernel, mlx, system)
-        speedups = (_best_speedup(measured, path) for path in ("single", "split"))
-        values = (*bucket, *vars(best.plan).values(), *times, *versions, *speedups, stage)
+        speedups = (best_speedup(measured, path) for path in ("single", "split"))
+        values = (*bucket, *vars(best.plan).values(), *times, *versions, *speedups)
+        values += (stage, default.plan.path)
         row = checked_row(values)
         named = {"device": device, **dict(zip(ROW_COLUMNS, values, strict=True))}
         named |= {"reason": reason, "run": run}
@@ -469,20 +478,6 @@ class Store:
         except ValueError as error:
             raise ValueError(f"run {run}: {error}") from error
         return row["device"], row["kernel"], row["mlx"], row["system"], row["cores"]
-
-
-def _refuted(duel: Sequence[Measurement]) -> tuple[Measurement, str]:
-    """What a duel leaves that showed a stored plan to be wrong, or slower than `mlx`."""
-    rival = next(m for m in duel if m.plan != MLX)
-    default = next((m for m in duel if m.plan == MLX), Measurement(rival.shape, MLX))
-    ratio = "" if rival.ratio is None else f"{rival.ratio:.3g}x mlx"
-    return default, f"{rival.plan} did not hold: {rival.message or ratio}"
-
-
-def _best_speedup(measured: Sequence[Measurement], path: str) -> float | None:
-    """Of the best plan of a path; of one measured more than once, the last time counts."""
-    last = {m.plan: m.ratio for m in measured if m.plan.path == path and m.status == "ok"}
-    return max((ratio for ratio in last.values() if ratio is not None), default=None)
 
 
 def _now() -> str:

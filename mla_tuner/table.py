@@ -19,21 +19,25 @@ from urllib.parse import quote
 
 from .device import Device
 from .errors import StoreError
-from .plan import Plan
+from .plan import MLX, MLX_PLANS, Plan
 from .shapes import Bucket
 
-SCHEMA_VERSION = 2  # of the tables that `store` writes; a newer file is not read
+SCHEMA_VERSION = 3  # of the tables that `store` writes; a newer file is not read
 LOCK_WAIT_S = 1.0  # a reader meets a lock only while another process repairs a crashed file
 
 log = logging.getLogger("mla_tuner")
 
+BASELINES = tuple(plan.path for plan in MLX_PLANS)  # what a speed-up can be over
+
 
 class Row(NamedTuple):
-    """A stored winner. Times in microseconds; speed-ups are over `mlx`; `day` is ISO, UTC.
+    """A stored winner. Times in microseconds; `day` is ISO, UTC.
+
+    Speed-ups are over `baseline`: `mlx` or, where that can't run, another of MLX's paths.
 
     `kernel`, `mlx` and `system` (OS and driver, "" unknown) are what it was measured with.
     `single_speedup` and `split_speedup` are those of the best plan of that path, None where none
-    was measured. `stage` is "refute" where `mlx` stands for a stored plan that failed later.
+    was measured. `stage` is "refute" where the baseline stands for a plan that failed later.
     """
 
     bucket: Bucket
@@ -49,6 +53,12 @@ class Row(NamedTuple):
     single_speedup: float | None = None
     split_speedup: float | None = None
     stage: str = "duel"
+    baseline: str = MLX.path
+
+    @property
+    def stays(self) -> bool:
+        """Whether nothing beat the baseline."""
+        return self.plan.path == self.baseline
 
     def counts(self, kernel: str, mlx: str, system: str) -> bool:
         """Whether it was measured with these versions. An unknown system differs from none."""
@@ -62,7 +72,7 @@ ROW_COLUMNS = (
     *BUCKET_COLUMNS,
     *("path", "partitions", "tile"),
     *("median_us", "speedup", "speedup_low", "speedup_high", "day", "kernel", "mlx", "system"),
-    *("single_speedup", "split_speedup", "stage"),
+    *("single_speedup", "split_speedup", "stage", "baseline"),
 )
 
 
@@ -173,6 +183,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value.isprintable()
 
 
+def _is_baseline(value: object) -> bool:
+    return value in BASELINES
+
+
 def _is_amount(value: object) -> bool:
     return isinstance(value, int | float) and 0 <= value < math.inf
 
@@ -187,6 +201,7 @@ _OR_NULL = ("speedup_low", "speedup_high", "single_speedup", "split_speedup")
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys((*BUCKET_COLUMNS, "partitions"), ("an integer", _is_count)),
     **dict.fromkeys(_TEXTS, ("printable text", _is_text)),
+    "baseline": ("one of MLX's paths", _is_baseline),
     **dict.fromkeys(("median_us", "speedup"), ("a number of 0 or more", _is_amount)),
     **dict.fromkeys(_OR_NULL, ("a number of 0 or more, or NULL", _is_amount_or_null)),
 }

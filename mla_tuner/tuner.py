@@ -14,10 +14,10 @@ from .candidates import candidates
 from .conditions import settle
 from .device import Device
 from .errors import BudgetError, DeviceError
-from .evidence import Measurement, finalist
+from .evidence import FAILED, Measurement, baseline, finalist
 from .live import IsolatedRunners
 from .measure import DUEL, PLAYOFF, SEARCH, Effort, Runner, Runners, machine_lock, measure, one_line
-from .plan import MLX, Plan
+from .plan import MLX, MLX_PLANS, Plan
 from .proposals import EXHAUSTIVE, OPTUNA_VERSION, Grid, Proposals, Tpe
 from .recheck import Versions
 from .shapes import DEEPSEEK, DTYPES, Bucket, Geometry, Shape
@@ -90,7 +90,8 @@ Event = RunStarted | Waiting | BucketStarted | CandidateMeasured | BucketTuned |
 class Summary:
     """What a run did. Reasons are one sentence each.
 
-    `dropped` rounds did not count because `mlx` drifted; `paused_s` is the time waited for that.
+    `dropped` rounds did not count because the baseline drifted; `paused_s` is the time waited for
+    that to pass.
     `compiled` names the kernels that were compiled, in all processes, and the seconds of each.
     """
 
@@ -277,29 +278,32 @@ class _Run:
     def _tuned(
         self, run: int, bucket: Bucket, deadline: float
     ) -> tuple[Row | None, Measurement | None]:
-        """The winner, or the measurement of `mlx` that leaves no hope of one; neither: no time."""
+        """The winner, or the measurement of the baseline that leaves no hope of one; neither: no
+        time.
+        """
         now = self.runners.now()
-        search, rival = self._search(bucket, now + SEARCH_SHARE * (deadline - now))
-        default = search[0]
+        search, default, rival = self._search(bucket, now + SEARCH_SHARE * (deadline - now))
         duel: list[Measurement] = []
         if default.status == "ok" and not any(m.status == "timeout" for m in search):
             if rival is None and not any(m.status == "error" for m in search):
-                search, duel = search[1:], [default]  # nothing can win: that is the verdict
-            else:  # where others failed, `mlx` must show that the device was not the cause
+                # Nothing can win: that is the verdict.
+                search, duel = [m for m in search if m is not default], [default]
+            else:  # where others failed, the baseline must show that the device was not the cause
+                plans = [default.plan, rival] if rival else [default.plan]
                 with self.runners.fresh(bucket.shape, self.seed) as alone:
-                    plans = [MLX, rival] if rival else [MLX]
-                    duel = self._measure(bucket, alone, plans, deadline, DUEL)
+                    duel = self._measure(bucket, alone, plans, deadline, DUEL, plans[:1])
                 default = duel[0]
         row = self.store.record(run, bucket, search, duel)
-        return row, default if default.status in ("wrong", "error") else None
+        return row, default if default.status in FAILED else None
 
     def _fail(self, bucket: Bucket, default: Measurement) -> None:
-        """`mlx` failed, and is stored so. The next bucket may do, unless nothing does any more.
+        """The baseline failed, and is stored so. The next bucket may do, unless nothing does any
+        more.
 
         Raises:
             DeviceError: not even the smallest call works.
         """
-        reason = f"mlx itself failed: {default.message}"
+        reason = f"{default.plan} itself failed: {default.message}"
         self.summary.failed.append((bucket, reason))
         self.tell(BucketSkipped(bucket, reason))
         cause = self._death() if default.status == "error" else None
@@ -320,8 +324,12 @@ class _Run:
         self.summary.not_reached.append((bucket, reason))
         self.tell(BucketSkipped(bucket, reason))
 
-    def _search(self, bucket: Bucket, deadline: float) -> tuple[list[Measurement], Plan | None]:
-        """Measurements of the candidates, `mlx` first, and the plan that should meet it again."""
+    def _search(
+        self, bucket: Bucket, deadline: float
+    ) -> tuple[list[Measurement], Measurement, Plan | None]:
+        """Measurements of the candidates, `mlx` first; that of the baseline among them, found in
+        the first race; and the plan that should meet it again.
+        """
         runner = self.runners(bucket.shape, self.seed)
         plans = candidates(bucket, self.device, self.backend)[1:]
         few = len(plans) <= EXHAUSTIVE
@@ -329,33 +337,41 @@ class _Run:
         if not few:
             proposals = Tpe(plans, self.seed, patient=not runner.queued)
         measured: list[Measurement] = []
-        best: list[Plan] = []
 
         def race(plans: list[Plan], effort: Effort) -> list[Measurement]:
-            """With `mlx`, until GPU time has shown where that stands."""
-            known = measured[0] if runner.queued and _hopeless(measured) else None
-            racers = plans if known else [MLX, *plans]
-            found = self._measure(bucket, runner, racers, deadline, effort)
+            """With the baseline, until GPU time has shown where that stands."""
+            known = default if runner.queued and _hopeless(default, first) else None
+            racers = plans if known else [default.plan, *plans]
+            found = self._measure(bucket, runner, racers, deadline, effort, [default.plan])
             return [_beside(known, each) for each in found] if known else found
 
-        group = proposals.ask()
-        while not measured or group:  # `mlx` is measured even where it is alone
-            found = race([*best, *group], SEARCH)
+        # `mlx` is measured even where it is alone; where it fails, another of MLX's stands in.
+        racers = [MLX, *proposals.ask()]
+        found = first = self._measure(bucket, runner, racers, deadline, SEARCH, MLX_PLANS)
+        default = baseline(first) or first[0]
+        while found:
             measured += found
             proposals.tell(found)
-            leader = finalist(found)
+            leader = finalist(found, default.plan)
             best = [leader.plan] if leader else []
-            if any(m.plan == MLX and m.status != "ok" for m in found):
+            if any(m.plan == default.plan and m.status != "ok" for m in found):
                 break
             group = [plan for plan in proposals.ask() if plan not in best]
+            found = race([*best, *group], SEARCH) if group else []
         if best and not few:  # those of different groups have not met
-            found = race(_first(measured), PLAYOFF)
+            found = race(_first(measured, default.plan), PLAYOFF)
             measured += found
-            leader = finalist(found) or leader
-        return measured, leader.plan if leader else None
+            leader = finalist(found, default.plan) or leader
+        return measured, default, leader.plan if leader else None
 
     def _measure(
-        self, bucket: Bucket, runner: Runner, plans: list[Plan], deadline: float, effort: Effort
+        self,
+        bucket: Bucket,
+        runner: Runner,
+        plans: list[Plan],
+        deadline: float,
+        effort: Effort,
+        baselines: Sequence[Plan],
     ) -> list[Measurement]:
         found = measure(
             bucket.shape,
@@ -365,28 +381,28 @@ class _Run:
             runner=runner,
             progress=lambda measurement: self.tell(CandidateMeasured(bucket, measurement)),
             effort=effort,
+            baselines=baselines,
         )
         self.summary.dropped += found[0].dropped
         self.summary.paused_s += found[0].paused_s
         return found
 
 
-def _hopeless(measured: Sequence[Measurement]) -> bool:
-    """Whether `mlx`, which comes first, left a race at once that others stayed in."""
-    others = [m.rounds for m in measured[1:]]
-    return bool(others) and measured[0].rounds == 1 < max(others)
+def _hopeless(default: Measurement, race: Sequence[Measurement]) -> bool:
+    """Whether the baseline left its race at once, and others stayed in."""
+    return default.rounds == 1 < max(m.rounds for m in race)
 
 
 def _beside(default: Measurement, measurement: Measurement) -> Measurement:
-    """Its speed-up over `mlx` of an earlier race: the GPU's clock does not drift."""
+    """Its speed-up over the baseline of an earlier race: the GPU's clock does not drift."""
     if not (default.median_us and measurement.median_us):
         return measurement
     return replace(measurement, ratio=default.median_us / measurement.median_us)
 
 
-def _first(measured: Sequence[Measurement]) -> list[Plan]:
-    """The plans with the best ratio to `mlx` in their last race."""
-    ratios = {m.plan: m.ratio for m in measured if m.ratio is not None and m.plan != MLX}
+def _first(measured: Sequence[Measurement], default: Plan) -> list[Plan]:
+    """The plans with the best ratio to the baseline in their last race."""
+    ratios = {m.plan: m.ratio for m in measured if m.ratio is not None and m.plan != default}
     return sorted(ratios, key=ratios.__getitem__, reverse=True)[:PLAYERS]
 
 

@@ -19,7 +19,7 @@ from .live import IsolatedRunners
 from .measure import machine_lock
 from .ops import last_run, mla_decode
 from .overview import kernels, native
-from .plan import MLX, Plan
+from .plan import Plan
 from .recheck import PlanCheck, Versions, is_wrong, keep, recheck, seconds, stale, tells
 from .store import Store, exists
 from .table import Row
@@ -156,14 +156,14 @@ def check_plans(
 
 
 def _wanted(store: Store, device: Device, here: Versions) -> list[Row]:
-    """Stored winners worth timing, the most useful first. `mlx` can't be slower than itself."""
+    """Stored winners worth timing, the most useful first. MLX's own can't be slower than itself."""
     count = store.tuned(device, here.kernel, here.mlx, here.system)
     unsure = [row for row in count if not here.same(row)]
-    sure = [row for row in count if here.same(row) and row.plan != MLX]
+    sure = [row for row in count if here.same(row) and not row.stays]
     first = [
         row
         for row in (*stale(store, device, here), *unsure)
-        if row.plan != MLX or store.rival(device, row)
+        if not row.stays or store.rival(device, row)
     ]
     return [*first, *_spread(sure)]
 

@@ -19,7 +19,7 @@ def test_plan_has_exactly_the_promised_keys() -> None:
     answer = answers.plan_answer(decision, make_device())
     assert list(answer) == [
         *("path", "partitions", "tile", "source", "reason"),
-        *("expected_us", "speedup", "speedup_low", "speedup_high", "device"),
+        *("expected_us", "speedup", "speedup_low", "speedup_high", "baseline", "device"),
     ]
     assert answers.plan_of(answer) == decision.plan
     assert answers.plan_answer(Decision(MLX, "off", "off"), make_device())["speedup"] is None

@@ -164,7 +164,7 @@ def test_plan_keys_and_gates(fake: FakeRunners) -> None:
     found = answer("plan", "--context", "1k", "--heads", "16", "--dtype", "fp16")
     assert list(found) == [
         *("path", "partitions", "tile", "source", "reason"),
-        *("expected_us", "speedup", "speedup_low", "speedup_high", "device"),
+        *("expected_us", "speedup", "speedup_low", "speedup_high", "baseline", "device"),
     ]
     assert (found["path"], found["source"], found["expected_us"]) == ("mlx", "gates", None)
     assert found["device"] == devices.probe("cpu").key

@@ -144,7 +144,8 @@ def test_verdicts() -> None:
     found = verdict([mlx, fast])
     assert found is not None
     assert found[0].plan == SINGLE
-    assert found[1] == "single r16 is 2x mlx [2, 2]"
+    assert found[1] is mlx
+    assert found[2] == "single r16 is 2x mlx [2, 2]"
     for rival, reason in (
         (timed(SINGLE, [98.5] * 8, [100.0] * 8), "not beyond 1.02x for sure"),
         (Measurement(SHAPE, SINGLE, "error", "out of memory"), "in the final duel: out of memory"),
@@ -152,10 +153,10 @@ def test_verdicts() -> None:
         found = verdict([mlx, rival])
         assert found is not None
         assert found[0].plan == MLX
-        assert reason in found[1]
+        assert reason in found[2]
     found = verdict([mlx])
     assert found is not None
-    assert found[1] == "no other plan came close to mlx"
+    assert found[2] == "no other plan came close to mlx"
     assert verdict([Measurement(SHAPE, MLX, "error", "no memory"), fast]) is None
     assert verdict([mlx, timed(SINGLE, [50.0] * 5, [100.0] * 5)]) is None
     assert verdict([mlx, Measurement(SHAPE, SINGLE, "timeout", "the budget ended")]) is None

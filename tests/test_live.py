@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import mlx.core as mx
 import pytest
 from fakes import make_device
 
@@ -54,6 +55,23 @@ def test_a_shape_that_does_not_fit_in_memory_is_an_error_for_every_plan() -> Non
     found = measure(shape, [MLX, SINGLE], budget_s=1.0, runner=runner)
     assert [m.status for m in found] == ["error", "error"]
     assert "the cache takes 9.0 GiB" in found[0].message
+
+
+def test_a_plan_that_fails_leaves_its_memory_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = LiveRunners(make_device())(SMALL, 0)
+
+    def greedy(*args: object) -> None:
+        scratch = mx.zeros((1 << 22,))
+        mx.eval(scratch)
+        raise RuntimeError("out of memory")
+
+    for name, call in (("_check", runner.check), ("_timed", lambda plan: runner.sample(plan, 1))):
+        monkeypatch.setattr(runner, name, greedy)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            call(MLX)
+        assert mx.get_active_memory() + mx.get_cache_memory() <= before
 
 
 @pytest.mark.usefixtures("kernel")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -142,7 +141,7 @@ def test_a_crash_in_a_duel_costs_the_next_one_a_new_process(gpu: IsolatedRunners
             assert runner.sample(MLX, 1)[0] != first
 
 
-def test_a_long_context_is_not_kept_in_two_processes(gpu: IsolatedRunners) -> None:
+def test_memory_is_not_kept_in_two_processes(gpu: IsolatedRunners) -> None:
     told: list[str] = []
 
     class Watched:
@@ -159,10 +158,6 @@ def test_a_long_context_is_not_kept_in_two_processes(gpu: IsolatedRunners) -> No
 
     gpu._worker, gpu._duels = Watched("search"), Watched("duel")  # type: ignore[assignment]
     with gpu.fresh(SMALL, 0):
-        told.append("duel")
-    assert told == ["duel"]
-    told.clear()
-    with gpu.fresh(replace(SMALL, context=1 << 20, dtype="bfloat16"), 0):
         told.append("duel")
     assert told == ["make_room search", "duel", "make_room duel"]
 

@@ -84,11 +84,14 @@ def test_a_decision(printed) -> None:
         "speedup": 112.0,
         "speedup_low": 108.0,
         "speedup_high": 118.0,
+        "baseline": "mlx",
         "device": "cpu/x86_64-avx2/2c/24gb",
     }
     text = "\n".join(printed(report.decision(answer)))
     assert re.search(r"^plan +split x4 r16$", text, re.MULTILINE)
     assert re.search(r"^speed-up +112x \[108, 118\] over mlx$", text, re.MULTILINE)
+    beside = "\n".join(printed(report.decision({**answer, "baseline": "mlx_rows"})))
+    assert re.search(r"^speed-up +112x \[108, 118\] over mlx_rows$", beside, re.MULTILINE)
     unknown = {**answer, "expected_us": None, "speedup": None, "speedup_low": None}
     assert re.search(r"^speed-up +-$", "\n".join(printed(report.decision(unknown))), re.MULTILINE)
 
@@ -174,9 +177,10 @@ def test_the_end_of_a_tuning_run(printed) -> None:
     answer = answers.tune_answer(summary, rows, make_device(), "/a/path/tuning.db", again)
     text = "\n".join(printed(report.tuned(answer)))
     assert re.search(r"32K b1 h16 bf16 +split x64 r128 +112x \[108, 118\] +3.07 ms +new", text)
-    assert "12 rounds did not count, as mlx drifted; 2 s waited for that to pass." in text
+    assert "12 rounds did not count, as MLX's path drifted; 2 s waited for that to pass." in text
     assert "2 kernels compiled in 4 s, the largest in 3 s." in text
     assert "mlx is best" in text
+    assert "over mlx_rows" not in text
     assert "1 bucket tuned in 5 min, 1 tuned before." in text
     assert "1 not reached:" in text
     assert "To continue:   mla-tune --budget 5m" in text

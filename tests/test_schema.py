@@ -68,6 +68,7 @@ def test_version_1_is_carried_on_without_losing_evidence(path: Path) -> None:
         ]
         assert [row.split_speedup for row in store.plans()] == [None, 100.0, 6.0, 100.0]
         assert store._db.table("threshold").count == 2
+        assert {row.baseline for row in store.plans()} == {"mlx"}
         record(store, start(store), 8192)
         derived = store.plans()
         store.rebuild()
@@ -106,7 +107,7 @@ def test_who_only_reads_says_so_in_one_line(path: Path, monkeypatch: pytest.Monk
     before = path.read_bytes()
     with pytest.raises(StoreError) as error:
         Store(path, create=False)
-    assert "has schema 1, this mla-tuner uses 2: `mla-tune db rebuild`" in one_line(error)
+    assert "has schema 1, this mla-tuner uses 3: `mla-tune db rebuild`" in one_line(error)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for options in ({"create": True}, {"create": False, "upgrade": True}):
         with pytest.raises(StoreError) as error:
@@ -117,7 +118,7 @@ def test_who_only_reads_says_so_in_one_line(path: Path, monkeypatch: pytest.Monk
 
 def test_who_may_write_carries_it_on(path: Path) -> None:
     with Store(path, create=False, upgrade=True) as store:
-        assert store.check()["schema"] == SCHEMA_VERSION == 2
+        assert store.check()["schema"] == SCHEMA_VERSION == 3
         assert store.rebuild() == 4
 
 

@@ -86,7 +86,8 @@ def test_an_export_holds_winners_with_their_provenance(table: Path) -> None:
     first, _, last = device["buckets"]
     assert [first["context"], first["path"], first["speedup"]] == [1024, "mlx", 1.0]
     assert [last["context"], last["partitions"], last["tile"]] == [32768, 40, "r16"]
-    assert (last["median_us"], last["mlx_us"], last["rounds"]) == (41.15, 123.5, 19)
+    assert (last["median_us"], last["rounds"]) == (41.15, 19)
+    assert (last["baseline"], last["baseline_us"]) == ("mlx", 123.5)
     assert (last["speedup_low"], last["speedup_high"]) == (2.97, 3.03)
     assert last["split_speedup"] == 3.0
     assert [each["split_from"] for each in device["thresholds"] if each["heads"] == 16]
@@ -204,6 +205,7 @@ def faults_of(table: Path, data: dict[str, Any]) -> list[str]:
         ({"rounds": 5}, "5 rounds are too few"),
         ({"day": "2026-13-45"}, "is no day"),
         ({"day": "2020-01-01"}, "before the first run"),
+        ({"baseline": "single"}, "none of MLX's paths"),
         ({"note": "mine"}, "Extra inputs are not permitted"),
         ({"path": "mlx", "partitions": 1, "tile": ""}, "mlx is not faster than itself"),
     ],

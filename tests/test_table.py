@@ -73,7 +73,7 @@ def test_an_older_table_is_one_line_with_the_cure(
 ) -> None:
     change(db, "PRAGMA user_version = 1")
     assert len(Policy.load(db, make_device())) == 0
-    assert_one_line(caplog, "its schema is 1, this version reads 2: that takes `mla-tune db")
+    assert_one_line(caplog, "its schema is 1, this version reads 3: that takes `mla-tune db")
 
 
 @pytest.mark.parametrize(
