@@ -446,7 +446,20 @@ def test_a_ragged_batch_has_pieces_of_equal_work(lengths: tuple[int, ...], parti
         assert min(seen) > 0
         most = max(shape.batch, partitions * effective_batch(lengths))
         assert len(work) <= most or piece == piece_tokens(shape.context, 2)  # it stays a split
+    assert cuda_tiles.work(lengths, piece) == len(work)
     assert cuda_tiles.grid(cuda_tiles.TILES[DEFAULT], shape, piece) == (288, len(work), 1)
+    if piece > piece_tokens(shape.context, partitions):  # it grew no more than it had to
+        assert cuda_tiles.work(lengths, piece - TOKEN_TILE) > most
+
+
+def test_more_pieces_than_a_grid_has_rows_take_two_dimensions() -> None:
+    lengths = (70000, *(69999,) * 700)
+    shape = Shape(70000, len(lengths), 16, lengths=lengths)
+    piece = cuda_tiles.piece_of(shape, 256)
+    pieces = cuda_tiles.work(lengths, piece)
+    _, height, depth = cuda_tiles.grid(cuda_tiles.TILES[DEFAULT], shape, piece)
+    assert 65535 < pieces <= height * depth < pieces + depth
+    assert max(height, depth) <= 65535
 
 
 @pytest.mark.parametrize("scale", [3.4e38, -3.4e38, 1e-45, 0.0])

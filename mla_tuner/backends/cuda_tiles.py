@@ -22,7 +22,7 @@ from ..shapes import (
 )
 
 OLDEST = 80  # compute capability 8.0: bfloat16 on tensor cores, asynchronous copies
-MAX_BATCH = 65535  # blocks of a grid in its second dimension
+MAX_BATCH = 65535  # blocks of a grid in its second dimension, and in its third
 USUAL_CORES = 132  # where the driver tells none
 _HOPPER = 90
 # Shared memory that a block may ask for, by compute capability (CUDA programming guide).
@@ -162,11 +162,12 @@ def _useful(
 
 def grid(tile: Tile, shape: Shape, piece: int) -> tuple[int, int, int]:
     """Threads of a launch: (row tiles x threads of a block, batch, pieces of a sequence), or where
-    sequences differ (row tiles x threads of a block, all pieces, 1).
+    sequences differ (row tiles x threads of a block, all pieces or a few blocks more, in two).
     """
     rows = ceil(shape.rows / tile.rows) * tile.threads
     if shape.lengths:
-        return rows, len(work_list(shape.lengths, piece)), 1
+        depth = ceil(work(shape.lengths, piece) / MAX_BATCH)
+        return rows, ceil(work(shape.lengths, piece) / depth), depth
     return rows, shape.batch, max(1, ceil(shape.context / piece))
 
 
@@ -181,10 +182,21 @@ def piece_of(shape: Shape, partitions: int) -> int:
     if not lengths or partitions == 1:
         return piece
     most = max(shape.batch, effective_batch(lengths) * partitions)
-    longest = piece_tokens(shape.context, 2)
-    while piece < longest and len(work_list(lengths, piece)) > most:
-        piece += TOKEN_TILE
-    return piece
+    fewest, enough = piece // TOKEN_TILE, piece_tokens(shape.context, 2) // TOKEN_TILE
+    while fewest < enough:  # tiles of a piece
+        middle = (fewest + enough) // 2
+        if work(lengths, middle * TOKEN_TILE) > most:
+            fewest = middle + 1
+        else:
+            enough = middle
+    return enough * TOKEN_TILE
+
+
+def work(lengths: tuple[int, ...], piece: int) -> int:
+    """How many pieces `work_list` has."""
+    if piece >= max(lengths):
+        return len(lengths)
+    return sum(-(-length // piece) for length in lengths)
 
 
 def work_list(lengths: tuple[int, ...], piece: int) -> list[tuple[int, int]]:
@@ -195,7 +207,7 @@ def work_list(lengths: tuple[int, ...], piece: int) -> list[tuple[int, int]]:
     found = [
         (min(length - at * piece, piece), b, at)
         for b, length in enumerate(lengths)
-        for at in range(max(least, ceil(length / piece)))
+        for at in range(max(least, -(-length // piece)))
     ]
     return [(b, at) for _, b, at in sorted(found, key=lambda each: -each[0])]
 

@@ -33,6 +33,8 @@ struct Work {
   float scale;  // includes log2(e)
 };
 
+MLA int listed_piece() { return blockIdx.y * gridDim.z + blockIdx.z; }
+
 // `numbers`: of the call, see `_info` in backends/cuda.py. Where all sequences are alike they tell
 // everything, for the first read of memory takes most of a microsecond. Else each block looks up its
 // piece in `info`.
@@ -50,7 +52,7 @@ MLA Work work(const int* info, const Numbers& numbers) {
   w.start = numbers[7];
   w.tokens = numbers[8];
   if (numbers[9] > 0) {
-    const int4 mine = ((const int4*)info)[blockIdx.y * gridDim.z + blockIdx.z];
+    const int4 mine = ((const int4*)info)[listed_piece()];
     w.sequence = mine.x;
     w.piece = mine.y;
     w.start = mine.z;

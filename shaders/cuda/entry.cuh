@@ -6,6 +6,7 @@ MLA void run(const void* q_nope, const Strides& q_nope_strides, const void* q_pe
              const void* beside,  // paged: the block table; dense: k_pe
              const Strides& beside_strides, const int* info, const Strides& info_strides, void* out, float* lse) {
   extern __shared__ __align__(1024) u8 shared[];
+  if (info_strides[9] > 0 && listed_piece() >= info_strides[9]) return;  // the grid has a few more
   const Work w = work(info, info_strides);
   const int b = w.sequence;
   Query query = {};
