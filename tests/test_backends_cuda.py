@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -392,6 +393,19 @@ def test_one_array_holds_the_numbers_of_a_step(launches: list[dict[str, Any]]) -
     listed = list(memoryview(mx.as_strided(info, (14,), (1,))))
     assert listed[:12] == [0, 0, 0, 300, 0, 1, 0, 300, 1, 0, 7, 70]
     assert listed[12:] == [2, 1]
+
+
+def test_a_thread_has_an_array_of_its_own(launches: list[dict[str, Any]]) -> None:
+    """MLX evaluates a lazy array on a stream of the thread that made it, and there alone."""
+    decode(SHAPE, Plan("single", 1, DEFAULT))
+    thread = threading.Thread(target=decode, args=(SHAPE, Plan("single", 1, DEFAULT)))
+    thread.start()
+    thread.join()
+    first, second = [each["inputs"][-1] for each in launches if "grid" in each]
+    assert first is not second
+    mx.eval(first)
+    with pytest.raises(RuntimeError, match="in current thread"):  # it was the other one's
+        mx.eval(second)
 
 
 def test_sequences_that_are_all_alike_need_no_numbers_in_memory(

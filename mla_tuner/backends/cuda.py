@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from math import e, log2, prod
+from threading import get_ident
 from typing import Any
 
 import mlx.core as mx
@@ -140,7 +141,7 @@ class CudaBackend(JitBackend):
         elif call.q_pe is not None and cache.k_pe is not None:
             inputs.append(cache.k_pe)
         numbers = shape.rows, shape.q_len, block_size, blocks
-        inputs.append(_info(piece, call.scale, numbers, call.starts, call.lengths))
+        inputs.append(_info(get_ident(), piece, call.scale, numbers, call.starts, call.lengths))
         return inputs
 
     def _pass(self, launch: dict[str, Any], making: dict[str, Any]) -> Pass:
@@ -217,9 +218,11 @@ def _rank(shape: Shape) -> int:
     return shape.geometry.kv_lora_rank
 
 
-# The layers of a step pass the same numbers: one array serves them all.
+# The layers of a step pass the same numbers: one array serves them all. But a lazy array belongs to
+# the thread that made it.
 @lru_cache(maxsize=64)
 def _info(
+    thread: int,
     piece: int,
     scale: float,
     numbers: tuple[int, ...],
