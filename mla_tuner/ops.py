@@ -39,7 +39,8 @@ class Run:
 
     plan: what was asked for. decision: who asked, and why. executed: what the device really ran;
     None while the result is not evaluated, or once a later native call has overtaken it. detail:
-    facts about that execution (isa, threads, tasks).
+    facts about that execution (isa, threads, tasks; kernel, blocks, pieces of the longest sequence:
+    on CUDA those of a ragged batch may be fewer than the plan's, see piece_of in cuda_tiles).
     """
 
     plan: Plan
@@ -86,6 +87,7 @@ def mla_decode(
     """Attention of 1..8 new tokens per sequence over a latent cache that already holds them.
 
     Query j of q_len sees the tokens [start, length - q_len + 1 + j). Lazy: evaluates nothing.
+    Lengths are numbers of Python: what `mx.compile` made keeps those that it was traced with.
 
     q_nope: `[batch, heads, q_len, kv_lora_rank]`, float16, bfloat16 or float32; heads 1..128.
     q_pe: `[batch, heads, q_len, rope_dim]`, same dtype; None (or width 0) where rope_dim is 0.

@@ -387,25 +387,29 @@ def test_one_array_holds_the_numbers_of_a_step(launches: list[dict[str, Any]]) -
     found = numbers(info)
     scale = struct.unpack("<f", struct.pack("<i", found[1]))[0]
     assert scale == pytest.approx(0.5 * 1.4426950408889634)
-    assert found[0] == 192  # three pieces in all, as for one sequence: 192 + 108, 70
+    assert found[0] == piece_tokens(300, 3)
     assert found[2:6] == [32, 2, 1 << 30, 1]
-    assert found[6:] == [2, 0, 300, 3]  # room for two pieces a sequence, three are listed
-    listed = list(memoryview(mx.as_strided(info, (14,), (1,))))
-    assert listed[:12] == [0, 0, 0, 300, 0, 1, 0, 300, 1, 0, 7, 70]
-    assert listed[12:] == [2, 1]
+    assert found[6:] == [3, 0, 300, 4]  # room for three pieces a sequence, four are listed
+    listed = list(memoryview(mx.as_strided(info, (18,), (1,))))
+    assert [listed[at : at + 4] for at in range(0, 16, 4)] == [
+        [0, 0, 0, 300],
+        [0, 1, 0, 300],
+        [1, 0, 7, 70],
+        [0, 2, 0, 300],
+    ]
+    assert listed[16:] == [3, 1]
 
 
-def test_a_thread_has_an_array_of_its_own(launches: list[dict[str, Any]]) -> None:
+def test_an_array_of_a_thread_that_has_ended_serves_others(launches: list[dict[str, Any]]) -> None:
     """MLX evaluates a lazy array on a stream of the thread that made it, and there alone."""
+    for _ in range(2):  # the second gets the first one's number
+        thread = threading.Thread(target=decode, args=(SHAPE, Plan("single", 1, DEFAULT)))
+        thread.start()
+        thread.join()
     decode(SHAPE, Plan("single", 1, DEFAULT))
-    thread = threading.Thread(target=decode, args=(SHAPE, Plan("single", 1, DEFAULT)))
-    thread.start()
-    thread.join()
-    first, second = [each["inputs"][-1] for each in launches if "grid" in each]
-    assert first is not second
-    mx.eval(first)
-    with pytest.raises(RuntimeError, match="in current thread"):  # it was the other one's
-        mx.eval(second)
+    first, _, third = [each["inputs"][-1] for each in launches if "grid" in each]
+    assert first is third
+    assert numbers(third)[6:] == [1, 0, 300, 0]
 
 
 def test_sequences_that_are_all_alike_need_no_numbers_in_memory(
@@ -458,12 +462,24 @@ def test_a_ragged_batch_has_pieces_of_equal_work(lengths: tuple[int, ...], parti
         assert sorted(work) == [(b, 0) for b in range(shape.batch)]
     else:
         assert min(seen) > 0
-        most = max(shape.batch, partitions * effective_batch(lengths))
-        assert len(work) <= most or piece == piece_tokens(shape.context, 2)  # it stays a split
+        even = piece_tokens(shape.context, partitions)
+        most = partitions * effective_batch(lengths) + sum(length <= even for length in lengths)
+        twice = min(2 * even, piece_tokens(shape.context, 2))  # it stays a split
+        assert len(work) <= most or piece == twice
+        if even < piece < twice:  # it grew no more than it had to
+            assert cuda_tiles.work(lengths, piece - TOKEN_TILE) > most
     assert cuda_tiles.work(lengths, piece) == len(work)
     assert cuda_tiles.grid(cuda_tiles.TILES[DEFAULT], shape, piece) == (288, len(work), 1)
-    if piece > piece_tokens(shape.context, partitions):  # it grew no more than it had to
-        assert cuda_tiles.work(lengths, piece - TOKEN_TILE) > most
+
+
+@pytest.mark.parametrize("short", [64, 256, 1024, 2048])
+@pytest.mark.parametrize("partitions", [8, 64, 128])
+def test_many_short_sequences_leave_a_long_one_its_pieces(short: int, partitions: int) -> None:
+    for others in range(1, 256):
+        lengths = (131072, *(short,) * others)
+        shape = Shape(131072, len(lengths), 16, lengths=lengths)
+        piece = cuda_tiles.piece_of(shape, partitions)
+        assert piece <= 2 * piece_tokens(131072, partitions)
 
 
 def test_more_pieces_than_a_grid_has_rows_take_two_dimensions() -> None:
@@ -514,6 +530,7 @@ def test_what_ran_is_told(launches: list[dict[str, Any]]) -> None:
         "kernel": "wide",
         "threads": 384,
         "blocks": 5,
+        "pieces": 5,
         "piece_tokens": 64,
         "launches": 2,
     }

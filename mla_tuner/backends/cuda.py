@@ -7,7 +7,6 @@ import struct
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from math import e, log2, prod
-from threading import get_ident
 from typing import Any
 
 import mlx.core as mx
@@ -25,11 +24,14 @@ _PROVEN = (Shape(300, 1, 16), Shape(300, 1, 128))  # rows of the usual defaults
 _LARGEST = 3.4028234663852886e38  # that a float32 holds
 _OUTPUTS = ("out", "lse")
 _KERNELS = ("small", "wide", "portable", "simple", "merge")  # each a file below shaders/cuda
+_async_eval: Any = mx.async_eval  # MLX's stubs give it no types
 _PLAIN = re.compile(r"[^\"\\\n\r]+")  # a path that C++ can name as it is
 
 
 class CudaBackend(JitBackend):
     """Launches native plans through `mx.fast.cuda_kernel`."""
+
+    _proven_length = 2112  # short sequences take another way, see FEW_TOKENS in half.cuh
 
     def __init__(self) -> None:
         super().__init__("cuda", "CUDA", _PROVEN)
@@ -99,6 +101,7 @@ class CudaBackend(JitBackend):
             "kernel": tile.kernel,
             "threads": tile.threads,
             "blocks": prod(grid) // tile.threads,
+            "pieces": pieces,
             "piece_tokens": piece,
         }
         return self._pass(launch, _tile_text(tile, shape, len(shapes))), facts
@@ -141,7 +144,7 @@ class CudaBackend(JitBackend):
         elif call.q_pe is not None and cache.k_pe is not None:
             inputs.append(cache.k_pe)
         numbers = shape.rows, shape.q_len, block_size, blocks
-        inputs.append(_info(get_ident(), piece, call.scale, numbers, call.starts, call.lengths))
+        inputs.append(_info(piece, call.scale, numbers, call.starts, call.lengths))
         return inputs
 
     def _pass(self, launch: dict[str, Any], making: dict[str, Any]) -> Pass:
@@ -218,11 +221,9 @@ def _rank(shape: Shape) -> int:
     return shape.geometry.kv_lora_rank
 
 
-# The layers of a step pass the same numbers: one array serves them all. But a lazy array belongs to
-# the thread that made it.
+# The layers of a step pass the same numbers: one array serves them all.
 @lru_cache(maxsize=64)
 def _info(
-    thread: int,
     piece: int,
     scale: float,
     numbers: tuple[int, ...],
@@ -249,7 +250,10 @@ def _info(
     # What the host makes, and all of up to 8 bytes, lies where each block would read it over the
     # bus (split kernel 8.5 -> 30.5 us on one H200, MLX 0.32.4, 2026-11-29). A result doesn't.
     array = mx.concatenate([mx.array([*listed, 0], mx.int32), mx.zeros(8, mx.int32)])
-    return mx.as_strided(array, (1,) * len(strides), strides)
+    array = mx.as_strided(array, (1,) * len(strides), strides)  # MLX allows 10 dimensions
+    # A lazy array can be evaluated by the thread that made it alone, and this one is for all.
+    _async_eval(array)
+    return array
 
 
 def _bits(value: float) -> int:

@@ -174,16 +174,18 @@ def grid(tile: Tile, shape: Shape, piece: int) -> tuple[int, int, int]:
 def piece_of(shape: Shape, partitions: int) -> int:
     """Tokens of a piece.
 
-    A plan's partitions are those of a batch of equal sequences. Where they differ, pieces grow
-    until there are no more than that batch would have: a block too many is a wave of its own. A
-    split stays one.
+    A plan's partitions are those of a batch of equal sequences. Where they differ, pieces grow,
+    to twice the length at most, until there are no more than that batch would have: a block too
+    many is a wave of its own. Sequences of less than a piece don't count: they can't be cut in
+    fewer, and their blocks end early. A split stays one.
     """
     piece, lengths = piece_tokens(shape.context, partitions), shape.lengths
     if not lengths or partitions == 1:
         return piece
-    most = max(shape.batch, effective_batch(lengths) * partitions)
-    fewest, enough = piece // TOKEN_TILE, piece_tokens(shape.context, 2) // TOKEN_TILE
-    while fewest < enough:  # tiles of a piece
+    most = effective_batch(lengths) * partitions + sum(length <= piece for length in lengths)
+    fewest = piece // TOKEN_TILE  # tiles of a piece
+    enough = min(2 * fewest, piece_tokens(shape.context, 2) // TOKEN_TILE)
+    while fewest < enough:
         middle = (fewest + enough) // 2
         if work(lengths, middle * TOKEN_TILE) > most:
             fewest = middle + 1

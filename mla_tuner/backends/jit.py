@@ -25,7 +25,7 @@ from ..plan import Plan
 from ..shapes import Shape, piece_tokens
 from . import Call
 from .mlx_paths import MlxBackend
-from .self_check import fault
+from .self_check import LENGTH, fault
 from .shaders import Text, digest
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -62,6 +62,8 @@ class Launches(NamedTuple):
 
 class JitBackend(MlxBackend, ABC):
     """Launches native plans through `mx.fast.*_kernel`; compiles nothing before first use."""
+
+    _proven_length = LENGTH  # tokens of a sequence in a proof
 
     def __init__(self, name: str, title: str, proven: tuple[Shape, ...]) -> None:
         """`title`: the kind of kernels, for people; `proven`: shapes for the self-check."""
@@ -236,7 +238,8 @@ class JitBackend(MlxBackend, ABC):
         started = perf_counter()
         try:
             found = self._device_fault(name)
-            found = found or fault(self, plan, shape.dtype, shape.geometry, shape.layout)
+            kind = shape.dtype, shape.geometry, shape.layout
+            found = found or fault(self, plan, *kind, length=self._proven_length)
         except Exception as error:  # a compile error, too many threads, no memory: serving goes on
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self._errors[key] += 1
