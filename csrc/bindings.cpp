@@ -50,6 +50,7 @@ nb::dict last_run() {
   return d;
 }
 
+#ifndef __APPLE__
 mla::Pass pass(std::string name, std::vector<std::string> input_names, std::vector<std::string> output_names,
                std::string source, std::string header, int shared_memory, std::tuple<int, int, int> grid,
                std::tuple<int, int, int> threadgroup, const std::vector<std::vector<int>>& output_shapes,
@@ -74,6 +75,7 @@ std::vector<mlx::core::array> launch(const mla::GpuLaunch& self, const nb::args&
   for (nb::handle item : arrays) inputs.push_back(nb::cast<const mlx::core::array&>(item));
   return self(inputs);
 }
+#endif
 
 // Dtypes and shapes as one key: tuples of them take five times as long to make, hash and compare in Python.
 nb::bytes signature(const nb::args& arrays) {
@@ -99,12 +101,14 @@ NB_MODULE(_native, m) {
   m.def("mla_decode", &mla::mla_decode, "q_nope"_a, "q_pe"_a.none(), "latent"_a, "k_pe"_a.none(),
         "block_tables"_a.none(), "lengths"_a, "starts"_a, "scale"_a, "partitions"_a, "tile"_a, "ticket"_a, "want_lse"_a,
         "Lazy decode attention: (out [batch, heads, q_len, rank], lse [batch, heads, q_len] float32).");
+#ifndef __APPLE__
   nb::class_<mla::Pass>(m, "Pass", "A kernel and how it is launched, in the words of mlx.core.fast.cuda_kernel.")
       .def(nb::new_(&pass), nb::kw_only(), "name"_a, "input_names"_a, "output_names"_a, "source"_a, "header"_a,
            "shared_memory"_a, "grid"_a, "threadgroup"_a, "output_shapes"_a, "output_dtypes"_a);
   nb::class_<mla::GpuLaunch>(m, "GpuLaunch", "Launches a decode kernel and the merge of its results, if there is one.")
       .def(nb::init<mla::Pass, std::optional<mla::Pass>>(), "decode"_a, "merge"_a.none())
       .def("__call__", &launch, "inputs"_a, "Lazy: out and, if the last kernel has it, lse.");
+#endif
   m.def("signature", &signature, "arrays"_a, "A key that is equal for arrays of equal dtypes and shapes.");
   m.def("last_run", &last_run, "How the call that finished last really ran; ticket 0: none yet.");
   m.def("isas", &mla::isas, "Instruction sets that run here, best first.");
