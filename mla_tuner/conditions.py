@@ -61,6 +61,14 @@ def settle(
         return {**found, "forced": reason} if reason else found
 
 
+def clock(device: Device, queued: bool) -> dict[str, object]:
+    """By which clock a run times, for the record: of a GPU that has one it is no matter of course.
+
+    queued: whether samples are GPU time, see `Runner.queued`.
+    """
+    return {"clock": "gpu" if queued else "wall"} if device.backend == "cuda" else {}
+
+
 def objection(found: Mapping[str, object], device: Device, cpus: int) -> str | None:
     """Why times taken under these conditions are not those of this device; None if they are.
 

@@ -19,6 +19,7 @@ from .shapes import Shape
 
 STATUSES = ("ok", "wrong", "error", "timeout")
 FAILED = ("wrong", "error")
+LATE = "the host was never ahead of the GPU"  # begins the message of a `timeout` of that cause
 TIE = 1.02  # closer than this, nobody notices: fewer partitions win
 EQUAL = 1.005  # closer than this, the order is fixed
 OVERLAP_TIE = 1.05  # an interval that reaches 1 makes a tie too, but not at any price
@@ -57,6 +58,11 @@ class Measurement:
     dropped: int = 0
     paused_s: float = 0.0
     inner: int = 1
+
+    @property
+    def late(self) -> bool:
+        """Whether it runs, but could not be timed: nothing follows from that about the plan."""
+        return self.status == "timeout" and self.message.startswith(LATE)
 
 
 def baseline(measured: Sequence[Measurement]) -> Measurement | None:

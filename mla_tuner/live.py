@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from math import ceil, inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from . import backends, cases, ops
 from .backends.head_start import HeadStart, head_start
 from .device import GB, Device, use
-from .measure import Checked, Runner
+from .errors import DeviceError
+from .evidence import LATE
+from .measure import Checked, LateError, Runner, one_line
 from .plan import Plan
 from .shapes import Geometry, Shape
 from .worker import Worker
@@ -25,12 +27,18 @@ COLD_CACHES = 3  # times the last-level cache that a ring of cases covers
 MEMORY_SHARE = 0.25  # of the machine's memory that a ring may take
 CHECKED_TOKENS = 1 << 14  # that differ in a case for the check: the truth of more takes seconds
 FIRST_HEAD_START_S = 40e-6  # a call, before it is known how long the host takes
-TRIES = 4  # for the host to get ahead of the GPU
+TRIES = 6  # for the host to get ahead of the GPU, from 0.1 ms to the longest head start
 # Of a graph, before MLX hands it to the GPU. Its own limits would hand out ten or more a chain, and
 # with ten in flight MLX waits for one to end: the host would never get ahead.
 WHOLE_CHAINS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "1000000"}
 
 Result = TypeVar("Result")
+
+
+class LostError(DeviceError):
+    """A call failed, and this process can use the device no longer: an illegal access of CUDA comes
+    back from whatever is called after it. Another process can.
+    """
 
 
 class LiveRunners:
@@ -63,7 +71,7 @@ class LiveRunners:
         """See `Runners.fresh`."""
         self.make_room()
         with closing(Worker("the process of the duel", _Host, self.device)) as worker:
-            yield RemoteRunner(worker, shape, seed)
+            yield RemoteRunner(worker, shape, seed, lambda: self.clock is not None)
 
     def make_room(self) -> None:
         """Frees the memory of a long context, and what MLX has kept of its scratch: the other
@@ -197,8 +205,10 @@ class LiveRunner:
         return time.perf_counter() - start
 
     def _queued(self, plan: Plan, chain: Sequence[cases.Case]) -> float:
-        """Seconds on the GPU, with all of the chain queued before it began. Where the host never
-        gets ahead, its delays are in them.
+        """Seconds on the GPU, with all of the chain queued before it began.
+
+        Raises:
+            LateError: it never was: the host's delays would be in them.
         """
         assert self._clock
         host_s = self._host_s.get(plan, FIRST_HEAD_START_S) * len(chain)
@@ -210,9 +220,9 @@ class LiveRunner:
             timed = self._clock.time(out, wait_s)
             if timed.ahead:
                 self._host_s[plan] = timed.host_s / len(chain)
-                break
+                return timed.gpu_s
             host_s = max(timed.host_s, 2 * wait_s)
-        return timed.gpu_s
+        raise LateError(f"{LATE}: the last chain took it {timed.host_s * 1e3:.3g} ms")
 
     def _call(
         self, case: cases.Case, query: mx.array, plan: Plan, return_lse: bool = False
@@ -241,13 +251,18 @@ class LiveRunner:
 def _leaving_room(call: Callable[..., Result], *args: object) -> Result:
     """What `call` returns. Where it fails, out of memory above all, what it took is free again: the
     next plan needs it.
+
+    Raises:
+        LostError: nothing can be freed, so that nothing will run here any more.
     """
     try:
         return call(*args)
     except Exception as error:
         failure = error.with_traceback(None)  # whose frames hold the arrays
-    with suppress(Exception):  # a device that is gone: the first failure tells more
+    try:
         _free_scratch()
+    except Exception as error:
+        raise LostError(f"the device was lost: {one_line(failure)}") from error
     raise failure
 
 
@@ -262,6 +277,7 @@ class IsolatedRunners:
         self._worker = Worker("the process of the search", _Host, device)
         self._duels = Worker("the process of the duel", _Host, device)
         self._compiled: list[tuple[str, float]] = []  # in processes that have ended
+        self._gpu_time: bool | None = None  # not asked yet
 
     def __enter__(self) -> IsolatedRunners:
         return self
@@ -271,7 +287,7 @@ class IsolatedRunners:
         self._duels.close()
 
     def __call__(self, shape: Shape, seed: int) -> Runner:
-        return RemoteRunner(self._worker, shape, seed)
+        return RemoteRunner(self._worker, shape, seed, self.queued)
 
     @contextmanager
     def fresh(self, shape: Shape, seed: int) -> Iterator[Runner]:
@@ -280,7 +296,7 @@ class IsolatedRunners:
         """
         _make_room(self._worker)  # MLX's scratch may be far larger than the cache
         try:
-            yield RemoteRunner(self._duels, shape, seed)
+            yield RemoteRunner(self._duels, shape, seed, self.queued)
         finally:
             if self.device.backend == "cuda":
                 _make_room(self._duels)
@@ -289,8 +305,12 @@ class IsolatedRunners:
                 self._duels.close()
 
     def queued(self) -> bool:
-        """Whether GPU time is measured; False where no process can say."""
-        return _queued(self._worker)
+        """Whether GPU time is measured, in every process from the first answer on; False where the
+        search's can't say.
+        """
+        if self._gpu_time is None:
+            self._gpu_time = self.device.backend == "cuda" and _queued(self._worker)
+        return self._gpu_time
 
     def compiled(self) -> list[tuple[str, float]]:
         """Names of the kernels that were compiled, and seconds; without those of crashed ones."""
@@ -322,25 +342,37 @@ def _compiled(worker: Worker) -> list[tuple[str, float]]:
 
 
 class RemoteRunner:
-    """A `LiveRunner` in another process. It keeps the time there: the way to it costs nothing."""
+    """A `LiveRunner` in another process. It keeps the time there: the way to it costs nothing.
 
-    def __init__(self, worker: Worker, shape: Shape, seed: int) -> None:
-        self._worker, self._what = worker, (shape, seed)
+    queued: whether it must be GPU time. In a process with another clock all calls fail.
+    """
+
+    def __init__(self, worker: Worker, shape: Shape, seed: int, queued: Callable[[], bool]) -> None:
+        self._worker, self._shape, self._seed, self._asked = worker, shape, seed, queued
 
     @cached_property
     def queued(self) -> bool:
         """As `LiveRunner.queued`; False where no process can say: the first check tells why."""
-        return _queued(self._worker)
+        return self._asked()
 
     def check(self, plan: Plan) -> Checked:
-        """As `LiveRunner.check`; a death is a `DeviceError`, the next call starts another one."""
-        checked: Checked = self._worker.call("check", self._what, plan)
+        """As `LiveRunner.check`; a death is a `DeviceError`, the next call starts another one. So
+        it is where the process lost the device.
+        """
+        checked: Checked = self._call("check", plan)
         return checked
 
     def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
         """As `LiveRunner.sample`; a death as in `check`."""
-        seconds, executed = self._worker.call("sample", self._what, plan, inner)
+        seconds, executed = self._call("sample", plan, inner)
         return seconds, executed
+
+    def _call(self, method: str, *args: object) -> Any:
+        try:
+            return self._worker.call(method, (self._shape, self._seed, self.queued), *args)
+        except LostError:
+            self._worker.close()  # every later plan would fail in it, and look as if it were wrong
+            raise
 
     def now(self) -> float:
         return time.perf_counter()
@@ -349,18 +381,21 @@ class RemoteRunner:
         time.sleep(seconds)
 
 
+What = tuple[Shape, int, bool]  # shape, seed, whether it must be GPU time
+
+
 class _Host:
     """The other end of `RemoteRunner`: one runner at a time."""
 
     def __init__(self, device: Device) -> None:
         self._runners = LiveRunners(device)
-        self._what: tuple[Shape, int] | None = None
+        self._what: What | None = None
         self._runner: Runner | None = None
 
-    def check(self, what: tuple[Shape, int], plan: Plan) -> Checked:
+    def check(self, what: What, plan: Plan) -> Checked:
         return self._of(what).check(plan)
 
-    def sample(self, what: tuple[Shape, int], plan: Plan, inner: int) -> tuple[float, Plan | None]:
+    def sample(self, what: What, plan: Plan, inner: int) -> tuple[float, Plan | None]:
         return self._of(what).sample(plan, inner)
 
     def queued(self) -> bool:
@@ -373,8 +408,13 @@ class _Host:
         self._what = self._runner = None
         self._runners.make_room()
 
-    def _of(self, what: tuple[Shape, int]) -> Runner:
+    def _of(self, what: What) -> Runner:
+        shape, seed, queued = what
+        if queued != self.queued():  # times of two clocks are not to be compared, nor stored as one
+            clocks = ("by the GPU's clock", "from outside")
+            found, wanted = clocks if self.queued() else clocks[::-1]
+            raise DeviceError(f"this process times {found}, where the run times {wanted}")
         if self._runner is None or what != self._what:
             self._runner = None  # with its memory, before there is another one
-            self._runner, self._what = self._runners(*what), what
+            self._runner, self._what = self._runners(shape, seed), what
         return self._runner

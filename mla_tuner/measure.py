@@ -84,6 +84,10 @@ class Checked:
     seconds: float
 
 
+class LateError(TunerError):
+    """There is no time that could be believed, of a plan that ran; the text begins with `LATE`."""
+
+
 class Runner(Protocol):
     """Where results and times come from: this machine, a recording, or a simulated device."""
 
@@ -97,7 +101,11 @@ class Runner(Protocol):
         """Runs a plan once against the truth. May raise anything that running it raises."""
 
     def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
-        """Seconds a call over `inner` chained calls, and the plan that really ran."""
+        """Seconds a call over `inner` chained calls, and the plan that really ran.
+
+        Raises:
+            LateError: where `queued`, the calls never were before they began.
+        """
 
     def now(self) -> float:
         """Seconds on the clock that budgets count."""
@@ -258,6 +266,8 @@ class _Session:
                     entry.live = True
                 else:
                     entry.fail("wrong", checked.reason)
+            except LateError as error:
+                entry.fail("timeout", one_line(error))
             except Exception as error:  # whatever a plan dies of is evidence, not the tuner's end
                 entry.fail("error", one_line(error))
         self._even_out()
@@ -362,6 +372,9 @@ class _Session:
     def _sample(self, entry: _Entry) -> float:
         try:
             seconds, executed = self.runner.sample(entry.plan, entry.inner)
+        except LateError as error:
+            entry.fail("timeout", one_line(error))
+            return math.nan
         except Exception as error:  # as in `check`
             entry.fail("error", one_line(error))
             return math.nan

@@ -171,13 +171,14 @@ def _device(
     buckets = [bucket for row in rows if (bucket := _bucket(store, device, row))]
     if not buckets:
         return None
-    same = [run for run in runs if versions.items() <= run.items()]
+    timed = {found["run"] for found in store.evidence()}
+    same = [run for run in runs if versions.items() <= run.items() and run["id"] in timed]
     kinds = store.thresholds(device.key, **versions)
     return SharedDevice(
         **{name: getattr(device, name) for name in ("key", "backend", "architecture", "name")},
         **{name: getattr(device, name) for name in ("cores", "memory_gb", "cache_bytes")},
         **versions,
-        runs=tuple(_run(run) for run in same),
+        runs=tuple(_run(run, device) for run in same),
         buckets=tuple(sorted(buckets, key=lambda each: each.bucket)),
         thresholds=tuple(sorted(map(_threshold, kinds), key=_kind)),
     )
@@ -212,12 +213,18 @@ _BUCKET_NUMBERS = (
 )
 
 
-def _run(run: Mapping[str, Any]) -> SharedRun:
+def _run(run: Mapping[str, Any], device: Device) -> SharedRun:
+    """A run that timed something. Raises ShareError: nobody knows by which clock."""
     software, options = json.loads(run["software"]), json.loads(run["options"])
-    clock = json.loads(run["conditions"]).get("clock", "wall")
+    known, day = json.loads(run["conditions"]), run["started"][:10]
+    if device.backend == "cuda" and "clock" not in known:
+        raise ShareError(
+            f"the run of {day} on {device.key} does not say by which clock it timed: "
+            "tune into another database (--db)"
+        )
     return SharedRun(
-        day=run["started"][:10],
-        clock=clock,
+        day=day,
+        clock=known.get("clock", "wall"),  # elsewhere there is no other
         software={name: str(software[name]) for name in _SOFTWARE if name in software},
         options={name: options[name] for name in _OPTIONS if name in options},
     )

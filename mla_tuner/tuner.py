@@ -11,7 +11,7 @@ from itertools import product
 from . import backends, recheck
 from . import device as devices
 from .candidates import candidates
-from .conditions import settle
+from .conditions import clock, settle
 from .device import Device
 from .errors import BudgetError, DeviceError
 from .evidence import FAILED, Measurement, baseline, finalist
@@ -172,9 +172,7 @@ def tune(
             if live is None or budget_s <= 0:  # this machine is not what is timed
                 return {}
             found = settle(device, force=force, tell=lambda reason: tell(Waiting(reason)))
-            if device.backend == "cuda":
-                found["clock"] = "gpu" if live.queued() else "wall"
-            return found
+            return {**found, **clock(device, live.queued())}
 
         run = _Run(store, device, made, seed, tell)
         options = {"budget_s": budget_s, "seed": seed, "force": force}
@@ -278,13 +276,15 @@ class _Run:
     def _tuned(
         self, run: int, bucket: Bucket, deadline: float
     ) -> tuple[Row | None, Measurement | None]:
-        """The winner, or the measurement of the baseline that leaves no hope of one; neither: no
-        time.
+        """The winner, or the measurement that leaves no hope of one; neither: no time.
+
+        Plans that were too late for the clock are passed over where others beat the baseline.
         """
         now = self.runners.now()
         search, default, rival = self._search(bucket, now + SEARCH_SHARE * (deadline - now))
         duel: list[Measurement] = []
-        if default.status == "ok" and not any(m.status == "timeout" for m in search):
+        untimed = [m for m in search if m.status == "timeout" and not (rival and m.late)]
+        if default.status == "ok" and not untimed:
             if rival is None and not any(m.status == "error" for m in search):
                 # Nothing can win: that is the verdict.
                 search, duel = [m for m in search if m is not default], [default]
@@ -294,7 +294,8 @@ class _Run:
                     duel = self._measure(bucket, alone, plans, deadline, DUEL, plans[:1])
                 default = duel[0]
         row = self.store.record(run, bucket, search, duel)
-        return row, default if default.status in FAILED else None
+        failed = default.status in FAILED or default.late
+        return row, default if failed else next((m for m in untimed if m.late), None)
 
     def _fail(self, bucket: Bucket, default: Measurement) -> None:
         """The baseline failed, and is stored so. The next bucket may do, unless nothing does any
@@ -313,9 +314,12 @@ class _Run:
             )
 
     def _death(self) -> str | None:
-        """Why not even a tiny call of `mlx` works on the device; None if it does."""
+        """Why not even a tiny call of `mlx` works on the device, in a process that has nothing to
+        do with the failure; None if it does.
+        """
         try:
-            seconds, _ = self.runners(SIGN_OF_LIFE, self.seed).sample(MLX, 1)
+            with self.runners.fresh(SIGN_OF_LIFE, self.seed) as runner:
+                seconds, _ = runner.sample(MLX, 1)
         except Exception as error:  # whatever a device dies of
             return one_line(error)
         return None if math.isfinite(seconds) and seconds > 0 else f"the clock gave {seconds} s"
@@ -349,12 +353,17 @@ class _Run:
         racers = [MLX, *proposals.ask()]
         found = first = self._measure(bucket, runner, racers, deadline, SEARCH, MLX_PLANS)
         default = baseline(first) or first[0]
+        leader: Measurement | None = None
         while found:
             measured += found
             proposals.tell(found)
-            leader = finalist(found, default.plan)
+            if any(m.status == "ok" and m.plan != default.plan for m in found):
+                leader = finalist(found, default.plan)  # where all failed, the last one still leads
             best = [leader.plan] if leader else []
-            if any(m.plan == default.plan and m.status != "ok" for m in found):
+            failed = [m for m in found if m.plan == default.plan and m.status != "ok"]
+            if failed or all(m.status == "error" for m in found):
+                if not leader:  # nothing lost to a baseline that failed: no verdict
+                    default = (failed or found)[0]
                 break
             group = [plan for plan in proposals.ask() if plan not in best]
             found = race([*best, *group], SEARCH) if group else []

@@ -13,7 +13,7 @@ import mlx.core as mx
 from . import backends
 from .backends import Backend
 from .cases import Case, Check, check, conformance_subset
-from .conditions import settle
+from .conditions import clock, settle
 from .device import Device, software
 from .live import IsolatedRunners
 from .measure import machine_lock
@@ -134,7 +134,9 @@ def check_plans(
     found: list[PlanCheck] = []
     run = None
     with machine_lock(), IsolatedRunners(device) as runners:
-        state = settle(device, force=True) if rows else {}
+        state: dict[str, object] = {}
+        if rows:
+            state = {**settle(device, force=True), **clock(device, runners.queued())}
         unfit = str(state.get("forced", ""))
         for row in rows:
             needed = seconds(row)

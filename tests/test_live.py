@@ -12,7 +12,7 @@ from fakes import make_device
 from mla_tuner import live
 from mla_tuner.errors import DeviceError
 from mla_tuner.evidence import Measurement
-from mla_tuner.live import IsolatedRunners, LiveRunners
+from mla_tuner.live import IsolatedRunners, LiveRunner, LiveRunners, LostError
 from mla_tuner.measure import Effort, measure
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import GEOMETRIES, Geometry, Shape
@@ -178,6 +178,37 @@ def test_a_death_is_the_status_of_the_plan_it_met_and_the_race_goes_on() -> None
     assert (rows.status, rows.samples_us) == ("error", ())
     assert rows.message == "the process of the duel died (signal 11)"
     assert (mlx.status, mlx.rounds) == ("ok", 6)
+
+
+class PoisonedHost(live._Host):
+    """Where `mlx_rows` leaves the device unusable, as an illegal access of CUDA does."""
+
+    def sample(self, what: tuple[Shape, int], plan: Plan, inner: int) -> tuple[float, Plan | None]:
+        if plan == PATHS[1]:
+            live._free_scratch = LiveRunner._call = illegal_access  # type: ignore[assignment,method-assign]
+        return super().sample(what, plan, inner)
+
+
+def illegal_access(*args: object) -> None:
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_a_process_that_lost_the_device_ends_with_the_plan_that_lost_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "_Host", PoisonedHost)
+    with IsolatedRunners(make_device()) as runners:
+        runner = runners(SMALL, 0)
+        rows, mlx = measure(
+            *(SMALL, PATHS[1::-1]), budget_s=60.0, runner=runner, effort=Effort(6, 6)
+        )
+        assert rows.status == "error"
+        text = "the device was lost: RuntimeError: an illegal memory access was encountered"
+        assert rows.message == text
+        assert (mlx.status, mlx.rounds) == ("ok", 6)
+        with pytest.raises(LostError, match=text):
+            runner.sample(PATHS[1], 1)
+        assert not runners._worker.alive
 
 
 def test_where_no_process_can_be_started_each_plan_says_so(monkeypatch) -> None:

@@ -10,10 +10,11 @@ import pytest
 from fakes import make_device
 
 from mla_tuner import live
-from mla_tuner.backends.head_start import Timed
+from mla_tuner.backends.head_start import LONGEST_S, Timed
 from mla_tuner.errors import DeviceError
+from mla_tuner.evidence import LATE
 from mla_tuner.live import IsolatedRunners, LiveRunner, LiveRunners
-from mla_tuner.measure import measure
+from mla_tuner.measure import LateError, measure
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import Shape
 
@@ -66,10 +67,15 @@ def test_the_head_start_follows_from_how_long_the_host_takes() -> None:
     assert len(clock.waits) > 1  # another plan may take longer
 
 
-def test_a_host_that_is_never_ahead_is_not_waited_for_for_ever() -> None:
+def test_a_host_that_is_never_ahead_makes_no_sample_and_is_not_waited_for_for_ever() -> None:
     clock = Clock(lambda wait_s: wait_s + 1e-3)
-    assert runner_with(clock).sample(MLX, 4)[0] == 1e-3
+    runner = runner_with(clock)
+    with pytest.raises(LateError, match=f"^{LATE}: the last chain took it"):
+        runner.sample(MLX, 1)
     assert len(clock.waits) == live.TRIES
+    assert max(clock.waits) > LONGEST_S  # no head start would have done
+    found = measure(SMALL, [MLX, ROWS], budget_s=20.0, runner=runner)
+    assert [(m.status, m.late, m.samples_us) for m in found] == [("timeout", True, ())] * 2
 
 
 def test_what_the_host_has_read_is_kept_from_being_used_again() -> None:
@@ -183,6 +189,34 @@ def test_a_process_that_cannot_start_measures_no_gpu_time(monkeypatch: pytest.Mo
         runner = runners(SMALL, 0)
         assert not runner.queued
         assert [m.status for m in measure(SMALL, [MLX], budget_s=9.0, runner=runner)] == ["error"]
+
+
+class OtherClock(CudaHost):
+    """A process that times by another clock than the run does."""
+
+    def queued(self) -> bool:
+        return True
+
+
+def test_a_duel_by_another_clock_than_the_search_is_an_error(gpu: IsolatedRunners) -> None:
+    with gpu:
+        assert not gpu.queued()
+        gpu._duels._made_of = (OtherClock, (gpu.device,))
+        with gpu.fresh(SMALL, 0) as runner:
+            assert not runner.queued
+            (found,) = measure(SMALL, [MLX], budget_s=9.0, runner=runner)
+        assert (found.status, found.samples_us) == ("error", ())
+        expected = "this process times by the GPU's clock, where the run times from outside"
+        assert found.message == expected
+        gpu._duels.close()
+        gpu._worker._made_of, gpu._duels._made_of = gpu._duels._made_of, gpu._worker._made_of
+        gpu._worker.close()
+        gpu._gpu_time = None
+        assert gpu.queued()
+        with gpu.fresh(SMALL, 0) as runner:
+            assert runner.queued
+            with pytest.raises(DeviceError, match="times from outside, where the run times by the"):
+                runner.check(MLX)
 
 
 def test_here_nothing_is_queued() -> None:

@@ -140,7 +140,11 @@ def test_devices_of_a_family_share_a_file_and_families_do_not(tmp_path: Path) ->
 def test_a_refuted_winner_is_left_out(tmp_path: Path) -> None:
     with fill(tmp_path / "t.db") as store:
         run = store.start_run(
-            H200, kernel="0123456789abcdef", software=SOFTWARE, options={"command": "verify"}
+            H200,
+            kernel="0123456789abcdef",
+            software=SOFTWARE,
+            options={"command": "verify"},
+            conditions={"clock": "gpu"},
         )
         shape = Shape(32768, 1, 16)
         store.record(run, shape.bucket, (), duel(shape, SPLIT, 0.5), refutes=True)
@@ -148,6 +152,28 @@ def test_a_refuted_winner_is_left_out(tmp_path: Path) -> None:
     (device,) = json.loads(path.read_text())["devices"]
     assert [each["context"] for each in device["buckets"]] == [1024, 8192]
     assert share.check(path) == []
+
+
+@pytest.mark.parametrize("backend", ["cuda", "metal"])
+def test_a_run_on_a_gpu_of_two_clocks_must_say_which(tmp_path: Path, backend: str) -> None:
+    m4 = Device("metal", "applegpu_g16s", "apple-m4", 40, 48, "Apple M4 Max", 48 << 20)
+    device, shape = H200 if backend == "cuda" else m4, Shape(1024, 1, 16)
+    versions = {"kernel": "a" * 16, "software": SOFTWARE, "options": OPTIONS}
+    with Store(tmp_path / "t.db") as store:
+        store.start_run(device, **versions)  # type: ignore[arg-type]  # it timed nothing
+        known = {"clock": "gpu"} if backend == "cuda" else {}
+        run = store.start_run(device, **versions, conditions=known)  # type: ignore[arg-type]
+        store.record(run, shape.bucket, duel(shape, MLX), duel(shape, MLX))
+        (path,) = share.export(store, tmp_path)
+        (shared,) = json.loads(path.read_text())["devices"]
+        assert [each["clock"] for each in shared["runs"]] == [known.get("clock", "wall")]
+        run = store.start_run(device, **versions, conditions={})  # type: ignore[arg-type]
+        store.record(run, shape.bucket, duel(shape, MLX), duel(shape, MLX))
+        if backend == "cuda":
+            with pytest.raises(ShareError, match="does not say by which clock it timed"):
+                share.export(store, tmp_path)
+        else:
+            assert len(share.export(store, tmp_path)) == 1
 
 
 def test_what_would_not_pass_is_not_written(tmp_path: Path) -> None:

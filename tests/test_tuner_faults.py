@@ -16,7 +16,8 @@ from fakes import FakeBackend, FakeRunner, FakeRunners, make_device
 
 from mla_tuner import tuner
 from mla_tuner.errors import BudgetError, BusyError, DeviceError
-from mla_tuner.measure import Checked
+from mla_tuner.evidence import LATE
+from mla_tuner.measure import Checked, LateError
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import Bucket, Shape
 from mla_tuner.store import Store
@@ -161,6 +162,108 @@ def test_no_memory_on_one_shape_is_no_vanished_device(store: Store) -> None:
     assert reason.startswith("mlx itself failed: MemoryError: the cache takes 9.0 GiB")
 
 
+WIDE = make_device(132, "cuda")  # has more plans than one race
+ILLEGAL = "an illegal memory access was encountered"
+
+
+@dataclass
+class Sticky(FakeRunners):
+    """Whose search's process is lost at the check of its `at`-th native plan."""
+
+    at: int = 0
+    native: int = 0
+    lost: bool = False
+
+    def __call__(self, shape: Shape, seed: int) -> FakeRunner:
+        runner = super().__call__(shape, seed)
+        runner.check_result, runner.executed = self._check, self._ran
+        return runner
+
+    @contextmanager
+    def fresh(self, shape: Shape, seed: int) -> Iterator[FakeRunner]:
+        """In another process; the search's ends, for it can't make room."""
+        self.lost = False
+        yield self(shape, seed)
+
+    def _check(self, plan: Plan) -> Checked:
+        self.native += plan.native
+        self.lost |= plan.native and self.native == self.at
+        self._ran(plan)
+        return Checked(True, 1e-6, "", 1e-4)
+
+    def _ran(self, plan: Plan) -> Plan:
+        if self.lost:
+            raise RuntimeError(ILLEGAL)
+        return plan
+
+
+LONG = default_buckets([1 << 17, 1 << 18], [1], [16], ["bfloat16"])
+
+
+def split_pays(shape: Shape, plan: Plan) -> float:
+    return shape.context * (1e-8 + 1e-8 / plan.partitions if plan.native else 1e-7)
+
+
+@pytest.mark.parametrize("at", [14, 20, 30])
+def test_the_best_plan_until_the_device_was_lost_meets_mlx(store: Store, at: int) -> None:
+    """In a race without the baseline, which was hopeless, and in the playoff."""
+    runners = Sticky(split_pays, options={"queued": True}, at=at)
+    summary = tune(store, WIDE, LONG, budget_s=1e6, runners=runners)
+    assert runners.native > at
+    assert statuses(store, LONG[0])[("search", "error")] > 1
+    assert [row.plan.path for row in summary.tuned] == ["split", "split"]
+
+
+def test_a_device_lost_in_the_first_race_costs_its_bucket(store: Store) -> None:
+    runners = Sticky(split_pays, options={"queued": True}, at=5)
+    summary = tune(store, WIDE, LONG, budget_s=1e6, runners=runners)
+    assert summary.failed == [(LONG[0], f"mlx itself failed: RuntimeError: {ILLEGAL}")]
+    assert [row.bucket for row in summary.tuned] == LONG[1:]
+
+
+def test_a_race_in_which_everything_fails_is_no_verdict(store: Store) -> None:
+    """Nothing had come close to `mlx` before; nothing is known of the rest."""
+
+    def seconds(shape: Shape, plan: Plan) -> float:
+        return shape.context * (1e-7 if plan.native else 1e-8)
+
+    runners = Sticky(seconds, options={"queued": True}, at=14)
+    summary = tune(store, WIDE, LONG[:1], budget_s=1e6, runners=runners)
+    assert summary.failed == [(LONG[0], f"mlx itself failed: RuntimeError: {ILLEGAL}")]
+    assert store.plans() == []
+    assert {stage for stage, _ in statuses(store, LONG[0])} == {"cut"}
+
+
+# --- a host that is late -------------------------------------------------------------------------
+
+
+def late_for(late: Callable[[Plan], bool]) -> FakeRunners:
+    def seconds(shape: Shape, plan: Plan) -> float:
+        if late(plan):
+            raise LateError(f"{LATE}: the last chain took it 60 ms")
+        return truth(shape, plan)
+
+    return FakeRunners(seconds, options={"queued": True})
+
+
+@pytest.mark.parametrize("path", ["mlx", "mlx_rows"])
+def test_nothing_follows_from_plans_that_the_host_was_too_late_for(store: Store, path: str) -> None:
+    """Not that `mlx` can't run, nor that nothing beats it."""
+    runners = late_for(lambda plan: (plan == MLX) == (path == "mlx"))
+    summary = tune(store, DEVICE, BUCKETS[:1], budget_s=1e4, runners=runners)
+    reason = f"{path} itself failed: {LATE}: the last chain took it 60 ms"
+    assert summary.failed == [(BUCKETS[0], reason)]
+    assert store.plans() == []
+    assert {stage for stage, _ in statuses(store, BUCKETS[0])} == {"cut"}
+
+
+def test_who_beats_mlx_is_not_kept_waiting_by_who_could_not_be_timed(store: Store) -> None:
+    runners = late_for(lambda plan: plan.path == "split")
+    (row,) = tune(store, DEVICE, BUCKETS[:1], budget_s=1e4, runners=runners).tuned
+    assert row.plan.path == "mlx_rows"
+    assert statuses(store, BUCKETS[0])[("search", "timeout")] > 1
+
+
 # --- the process of the duel ---------------------------------------------------------------------
 
 
@@ -176,7 +279,7 @@ class Mortal(FakeRunners):
         sample = runner.sample
 
         def deadly(plan: Plan, inner: int) -> tuple[float, Plan | None]:
-            if self.dies(plan):
+            if self.dies(plan) and shape != SIGN_OF_LIFE:
                 raise DeviceError(DEATH)
             return sample(plan, inner)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from fakes import FakeBackend, FakeRunners, make_device
 from mla_tuner import answers, backends, cases, ops, verify
 from mla_tuner.device import MLX_VERSION
 from mla_tuner.errors import StoreError
-from mla_tuner.evidence import Measurement
-from mla_tuner.measure import Checked
+from mla_tuner.evidence import LATE, Measurement
+from mla_tuner.measure import Checked, LateError
 from mla_tuner.overview import kernels, native
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.policy import Policy
@@ -249,6 +250,33 @@ def test_a_stale_plan_with_too_few_rounds_stays_stale(runners: FakeRunners, stor
     (found,), _ = check(store)
     assert found.result == "undecided"
     assert counting(store) == {}
+
+
+@pytest.mark.parametrize(("backend", "queued"), [("cuda", True), ("cuda", False), ("cpu", False)])
+def test_what_is_stored_says_by_which_clock_a_gpu_was_timed(
+    runners: FakeRunners, store: Store, backend: str, queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.DEVICE", make_device(132, backend))
+    stored(store, 2048, mlx="0.1")
+    runners.options["queued"] = queued
+    check(store)
+    *_, run = store.runs()[DEVICE]
+    expected = {"clock": "gpu" if queued else "wall"} if backend == "cuda" else {}
+    assert json.loads(run["conditions"]) == expected
+    assert json.loads(run["options"]) == {"command": "verify"}
+
+
+def test_a_host_that_is_late_refutes_no_plan(runners: FakeRunners, store: Store) -> None:
+    stored(store, 2048)
+
+    def late(shape: Shape, plan: Plan) -> float:
+        if plan != MLX:
+            raise LateError(LATE)
+        return 9e-3
+
+    runners.seconds = late
+    (found,), _ = check(store)
+    assert (found.result, found.now) == ("undecided", None)
 
 
 def test_a_machine_that_is_not_fit_for_timing_settles_nothing(
