@@ -7,6 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mla_tuner.table import SCHEMA_VERSION
+
 from .fire import crowd, kill_runs
 
 
@@ -35,7 +37,7 @@ def main() -> int:
             good &= found.sound and not found.errors and found.plans == found.expected
             print(
                 f"{found.processes} processes on a fresh database of version "
-                f"{1 if number % 2 else 2}: {found.errors} errors, {found.plans} of "
+                f"{1 if number % 2 else SCHEMA_VERSION}: {found.errors} errors, {found.plans} of "
                 f"{found.expected} winners, {'sound' if found.sound else 'damaged'}; "
                 f"{found.seconds:.0f} s"
             )
