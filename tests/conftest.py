@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from fakes import FakeBackend, FakeRunners
 from mla_tuner import backends, bench, overview, policy, tuner, verify
 from mla_tuner import device as devices
 from mla_tuner.plan import MLX
+from mla_tuner.store import Store
 
 mx.set_default_device(mx.cpu)  # also where MLX would take a GPU: a test of another device says so
 
@@ -23,6 +25,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLA_TUNER_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setattr(policy, "_current", None)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty database, for tuning with `FakeBackend`."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
+    monkeypatch.setattr(tuner.backends, "get", lambda name: FakeBackend())
+    with Store(tmp_path / "t.db") as store:
+        yield store
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ SINGLE, SPLIT = Plan("single", 1, "r16"), Plan("split", 2, "r16")
 BUCKETS = default_buckets([1024, 2048], [1], [16], ["bfloat16"])
 SHAPE = BUCKETS[1].shape
 NO_MEMORY = "RuntimeError: out of memory"
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
-    monkeypatch.setattr(tuner.backends, "get", lambda name: FakeBackend())
-    with Store(tmp_path / "t.db") as store:
-        yield store
 
 
 def truth(shape: Shape, plan: Plan) -> float:

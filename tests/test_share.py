@@ -49,7 +49,7 @@ def duel(shape: Shape, plan: Plan, ratio: float = 3.0) -> list[Measurement]:
 def fill(path: Path, device: Device = H200, kernel: str = "0123456789abcdef") -> Store:
     store = Store(path)
     state = {"user": "somebody", "clock": "gpu"}
-    versions = {"kernel": kernel, "software": SOFTWARE, "options": {**OPTIONS, "db": "/root/x"}}
+    versions = {"kernel": kernel, "software": SOFTWARE, "options": {**OPTIONS, "db": "/data/x"}}
     run = store.start_run(device, **versions, conditions=state)  # type: ignore[arg-type]
     for shape, plan in (
         (Shape(32768, 1, 16), SPLIT),
@@ -96,7 +96,7 @@ def test_an_export_holds_winners_with_their_provenance(table: Path) -> None:
 def test_nothing_in_it_tells_whose_machine_it_was(table: Path) -> None:
     text = table.read_text()
     assert "somebody" not in text
-    assert "/root" not in text
+    assert "/data" not in text
 
 
 def test_a_line_is_a_bucket(table: Path) -> None:

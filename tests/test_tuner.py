@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from pathlib import Path
 
 import optuna
 import pytest
@@ -31,13 +30,6 @@ from mla_tuner.tuner import (
 )
 
 DEVICE = make_device(4)
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
-    monkeypatch.setattr(tuner.backends, "get", lambda name: FakeBackend())
-    return Store(tmp_path / "t.db")
 
 
 def device_time(shape: Shape, plan: Plan) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fakes import FakeBackend, FakeRunner, FakeRunners, make_device
+from fakes import FakeRunner, FakeRunners, make_device
 
 from mla_tuner import tuner
 from mla_tuner.errors import BudgetError, BusyError, DeviceError
@@ -26,14 +26,6 @@ from mla_tuner.tuner import SIGN_OF_LIFE, BucketTuned, Event, Waiting, default_b
 DEVICE = make_device(4)
 BUCKETS = default_buckets([1024, 2048, 4096], [1], [16], ["bfloat16"])
 DEATH = "the process of the duel died (signal 9)"
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
-    monkeypatch.setattr(tuner.backends, "get", lambda name: FakeBackend())
-    with Store(tmp_path / "t.db") as store:
-        yield store
 
 
 def truth(shape: Shape, plan: Plan) -> float:

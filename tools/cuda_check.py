@@ -46,22 +46,9 @@ from mla_tuner.shapes import (
 )
 from mla_tuner.verify import run_case
 
-# Batch, heads, context.
-SHAPES = (
-    (1, 16, 8192),
-    (1, 16, 32768),
-    (1, 20, 32768),
-    (1, 128, 32768),
-    (1, 16, 131072),
-    (1, 128, 131072),
-    (8, 16, 8192),
-    (8, 128, 8192),
-    (32, 16, 8192),
-    (32, 128, 8192),
-)
+from .peers.choices import BLOCK_SIZE, COLD, SHAPES
+
 COUNTS = (2, 4, 8, 16, 32, 48, 64, 96, 128)
-BLOCK_SIZE = 64
-COLD = 3  # times the L2 cache that a ring of caches covers
 CHAIN = 216  # calls of one evaluation; at least 64 where they are slow
 REPEATS = 5
 LONGEST_S = 0.4  # of one chain, where 64 calls take no longer
