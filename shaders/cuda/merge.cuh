@@ -4,6 +4,7 @@
 namespace mla {
 constexpr int UNITS = RANK / 64;  // of a row
 constexpr int AHEAD = 8;          // loads before the first weight is known
+constexpr int LOOKS = 8;          // of a lane at largest scores, before it needs one
 
 // A piece without tokens has weight 0, and whatever lies in its output. NaN stays.
 MLA void add_piece(float4& sum, float4 x, float weight) {
@@ -34,14 +35,35 @@ struct Sharing {
   MLA int unit() const { return blockIdx.x * (16 >> log) + (threadIdx.x >> 4 >> log); }
 };
 
+// Largest scores of a row's first pieces, a piece a lane. All loads start at once: nothing else hides them.
+MLA void load_tops(float (&tops)[LOOKS], const float2* sums, int pieces) {
+#pragma unroll
+  for (int i = 0; i < LOOKS; ++i) {
+    const int piece = (threadIdx.x & 15) + 16 * i;
+    tops[i] = piece < pieces ? sums[piece].x : minus_infinity();
+  }
+}
+// Of all pieces, to all 16 lanes; 0 if none saw a token.
+MLA float largest(const float (&tops)[LOOKS], const float2* sums, int pieces) {
+  float top = minus_infinity();
+#pragma unroll
+  for (int i = 0; i < LOOKS; ++i) top = fmaxf(top, tops[i]);
+  for (int piece = (threadIdx.x & 15) + 16 * LOOKS; piece < pieces; piece += 16) top = fmaxf(top, sums[piece].x);
+#pragma unroll
+  for (int step = 8; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+  return top == minus_infinity() ? 0.0f : top;
+}
+
 // Adds up every groups-th piece, from `member` on, of `EACH` units of a row; returns the sum of weights.
 template <int EACH>
 MLA float add_pieces(float4 (&sum)[EACH], const Parts& p, int row, int dim, Sharing sharing, float& top) {
   constexpr int COUNT = AHEAD / EACH;
-  const int lane = threadIdx.x & 15, member = sharing.member();
+  const int member = sharing.member();
   const float* from = p.part + (i64)row * RANK + dim;
   const float2* sums = p.sums + (i64)row * p.room;
   const i64 next = (i64)p.rows * RANK;
+  float tops[LOOKS];
+  load_tops(tops, sums, p.pieces);
   float4 x[COUNT][EACH];
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
@@ -50,12 +72,7 @@ MLA float add_pieces(float4 (&sum)[EACH], const Parts& p, int row, int dim, Shar
     for (int j = 0; j < EACH; ++j)
       x[i][j] = piece < p.pieces ? __ldcg((const float4*)(from + piece * next + j * 64)) : float4();
   }
-  top = minus_infinity();
-#pragma unroll 8
-  for (int piece = lane; piece < p.pieces; piece += 16) top = fmaxf(top, sums[piece].x);
-#pragma unroll
-  for (int step = 8; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  if (top == minus_infinity()) top = 0.0f;
+  top = largest(tops, sums, p.pieces);
   float total = 0.0f;
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
