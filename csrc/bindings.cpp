@@ -69,7 +69,7 @@ mla::Pass pass(std::string name, std::vector<std::string> input_names, std::vect
           std::move(output_dtypes)};
 }
 
-std::vector<mlx::core::array> launch(const mla::GpuLaunch& self, const nb::args& arrays) {
+std::vector<mlx::core::array> launch(mla::GpuLaunch& self, const nb::args& arrays) {
   std::vector<mlx::core::array> inputs;
   inputs.reserve(arrays.size());
   for (nb::handle item : arrays) inputs.push_back(nb::cast<const mlx::core::array&>(item));

@@ -1,6 +1,7 @@
 // A decode call on a GPU: one custom kernel of MLX, or two.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -8,6 +9,7 @@
 
 #include "mlx/array.h"
 #include "mlx/fast.h"
+#include "mlx/primitives.h"
 
 namespace mla {
 
@@ -30,14 +32,16 @@ class GpuLaunch {
  public:
   GpuLaunch(Pass decode, std::optional<Pass> merge);
   // Lazy: the results of the last pass. The inputs are those of `decode`; `merge` takes its result and its last input.
-  std::vector<mx::array> operator()(const std::vector<mx::array>& inputs) const;
+  // They have as many dimensions and the same dtypes at every call. For one thread at a time: Python's lock is held.
+  std::vector<mx::array> operator()(const std::vector<mx::array>& inputs);
 
  private:
   struct Kernel {
     explicit Kernel(Pass pass);
-    std::vector<mx::array> launch(const std::vector<mx::array>& inputs) const;
+    std::vector<mx::array> launch(const std::vector<mx::array>& inputs);
     Pass pass;
     mx::fast::CustomKernelFunction function;
+    std::shared_ptr<mx::Primitive> primitive;  // of the last stream that was the default one
   };
   Kernel decode_;
   std::optional<Kernel> merge_;

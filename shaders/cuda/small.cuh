@@ -62,11 +62,11 @@ MLA void copy_tiles(const Cache& c, const Work& w, int count, int next, u8* shar
     if (tokens < TOKENS) clear_tokens(tile, tokens);
     if (!sixteens) gather_tile(c, from, tile, tokens);
     const u32 barrier = full + 8 * stage;
-    if (lane == 0) barrier_expect(barrier, sixteens ? tokens * (RANK + ROPE) * 2 : 0);
+    if (lane == 0 && sixteens) barrier_expect(barrier, tokens * (RANK + ROPE) * 2);
     __syncwarp();
     const int mine = min(GROUP, tokens - lane * GROUP);
     if (sixteens && lane < 8) copy_group(c, from, shared_address(tile), lane, mine, barrier);
-    if (lane) barrier_arrive(barrier);  // each for what it wrote itself
+    barrier_arrive(barrier);  // each lane for what it wrote itself
     if (++stage == STAGES) {
       stage = 0;
       parity ^= 1;
@@ -88,8 +88,7 @@ MLA void compute(const Query& query, const Work& w, const Outputs& to, int count
     add_weights(s, w, w.begin + i * TOKENS, shared);
     compute_sync();
     add_values(s, w, tile, shared);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * stage);
+    barrier_arrive(empty + 8 * stage);
     if (++stage == STAGES) {
       stage = 0;
       parity ^= 1;
@@ -103,7 +102,7 @@ MLA void decode(const Query& query, const Cache& c, const Work& w, const Outputs
     const u32 full = shared_address(shared);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, 32);
-      barrier_init(full + EMPTY_AT + 8 * i, 8);
+      barrier_init(full + EMPTY_AT + 8 * i, 256);
     }
     barriers_ready();
     *(int*)(shared + UNKNOWN_AT) = 0;

@@ -11,7 +11,7 @@ constexpr int SCORES = TOKENS / 2, STEPS = TOKENS / 16;  // of a thread; of a pr
 constexpr int RING_AT = 7 * Q_SUB, WEIGHT_AT = RING_AT + STAGES * TILE_BYTES, TOP_AT = WEIGHT_AT + ROWS * 128;
 constexpr int FULL_AT = TOP_AT + 2 * ROWS * 4, EMPTY_AT = FULL_AT + STAGES * 16, UNKNOWN_AT = EMPTY_AT + STAGES * 16;
 static_assert(UNKNOWN_AT + 4 <= SHARED, "shared memory");
-constexpr int READY = 1, TAKEN = 3;  // barriers of weights; + the group whose they are
+constexpr int READY = 1, TAKEN = 3, DONE = 5;  // barriers: of weights, + the group whose they are; of all threads
 
 // Where a fill lies, and the barriers that tell when it is there and when its place is free: each half
 // of the dims, as the group is done that multiplies its values. That is later than all have scored.
@@ -138,7 +138,7 @@ MLA void copy_tiles(const Query& query, const Cache& c, const Work& w, int count
       gather_tile(c, w, p, w.begin + i * TOKENS + row, mine + (p.at - base), unknown);
     }
   }
-  __syncthreads();  // `unknown` is written
+  group_arrive(DONE, 384);  // `unknown` is written
 }
 
 // A thread's two rows, `row` and row + 8 of the block.
@@ -278,7 +278,7 @@ MLA void write_result(float (&o)[128], const Rows& x, const Work& w, const Resul
     sum[y] += __shfl_xor_sync(~0u, sum[y], 2);
     if (pair == 0) sums[group * ROWS + x.row + 8 * y] = sum[y];
   }
-  __syncthreads();
+  group_wait(DONE, 384);
   const bool unknown = *(const int*)(shared + UNKNOWN_AT);
   float by[2];
 #pragma unroll

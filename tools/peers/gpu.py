@@ -9,7 +9,7 @@ manylinux_2_28_x86_64 vllm==0.24.0`. Needs a GPU, PyTorch as that wheel expects 
 NVRTC, and MLX for the CPU: MLX runs nothing here, it only says what it would launch, and exactly
 that text is compiled and launched.
 
-All read the same caches: bfloat16 or float16, pages of 64 tokens at random places, at least 19 of
+All read the same caches: by default bfloat16, pages of 64 tokens at random places, at least 19 of
 them and 3 times the L2 cache together. A graph holds one call on each, with all launches of a call.
 It is replayed for 25 ms to warm up; the median of 15 replays is a round's time. Rounds are
 interleaved; the table has medians over rounds. Every answer is compared with float64 on some rows.
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
-from mla_tuner.shapes import Shape
+from mla_tuner.shapes import DTYPES, Shape
 
 from .bench import Bench, Gpu, GpuLostError, say
 from .choices import USUAL_CACHES, label_of, plans_of, shapes_of
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shapes", default="", help="BATCHxHEADSxCONTEXT,...; default: ten of them")
     add("--plans", default="best", help="best, sweep, or TILE:PARTITIONS,... as r16:128,r64w:64")
     add("--q-len", type=int, default=1, help="queries of a sequence")
-    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="only ours take float32")
     add("--lengths", default="", help="a ragged batch instead, as 131072,2048*15")
     add("--variant", action="append", default=[], help=_VARIANT)
     add("--repeat", type=int, default=3, help="interleaved rounds; default 3")
