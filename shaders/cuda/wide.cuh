@@ -138,7 +138,7 @@ MLA void copy_tiles(const Query& query, const Cache& c, const Work& w, int count
       gather_tile(c, w, p, w.begin + i * TOKENS + row, mine + (p.at - base), unknown);
     }
   }
-  group_arrive(DONE, 384);  // `unknown` is written
+  group_arrive<384>(DONE);  // `unknown` is written
 }
 
 // A thread's two rows, `row` and row + 8 of the block.
@@ -278,7 +278,7 @@ MLA void write_result(float (&o)[128], const Rows& x, const Work& w, const Resul
     sum[y] += __shfl_xor_sync(~0u, sum[y], 2);
     if (pair == 0) sums[group * ROWS + x.row + 8 * y] = sum[y];
   }
-  group_wait(DONE, 384);
+  group_wait<384>(DONE);
   const bool unknown = *(const int*)(shared + UNKNOWN_AT);
   float by[2];
 #pragma unroll
