@@ -149,11 +149,11 @@ class JitBackend(MlxBackend, ABC):
         return self._useful(shape) if self.available()[0] else ()
 
     def refusal(self, plan: Plan, shape: Shape) -> str | None:
-        if not plan.native:
-            return super().refusal(plan, shape)
         passed = self._passed
         if passed is not None and passed[0] is plan and passed[1] is shape:
             return None
+        if not plan.native:
+            return super().refusal(plan, shape)
         able, why = self.available()
         if not able:
             return why
@@ -164,8 +164,6 @@ class JitBackend(MlxBackend, ABC):
         return reason
 
     def run(self, plan: Plan, call: Call) -> tuple[mx.array, mx.array | None]:
-        if not plan.native:
-            return super().run(plan, call)
         ready = self._ready
         if (
             ready is None
@@ -173,6 +171,8 @@ class JitBackend(MlxBackend, ABC):
             or ready.shape is not call.shape
             or ready.with_lse is not call.want_lse
         ):
+            if not plan.native:
+                return super().run(plan, call)
             ready = self._ready = self._prepared(plan, call.shape, call.want_lse)
         results = ready.call(*self._inputs(call, ready.piece))
         self._launched.append((call.ticket, ready))
