@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -e '.[cpu,te
 KERNEL := $(BIN)/python -c 'import logging, sys; logging.disable(); from mla_tuner import backends; sys.exit(backends.get("cpu").available()[1] or None)'
 COMPILER := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 
-.PHONY: setup tune test lint types unit test-metal-full format sanitize check-macos bench-cpu replay clean
+.PHONY: setup tune test lint types unit test-serving test-metal-full format sanitize check-macos bench-cpu replay clean
 
 # A kernel that does not load (no compiler then, another MLX since) makes the last set-up out of date.
 setup:
@@ -40,6 +40,10 @@ types: setup
 # Without the kernel its tests are skipped; with a compiler here they fail instead.
 unit: setup
 	$(if $(COMPILER),MLA_TUNER_REQUIRE_NATIVE=1) $(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+# All of serving: the server of mlx-lm with 8 clients and 200 requests, and every family of models.
+test-serving: setup
+	$(if $(COMPILER),MLA_TUNER_REQUIRE_NATIVE=1) $(BIN)/python -m pytest tests/test_serving*.py tests/test_integrations*.py $(ARGS)
 
 # The Metal texts under the emulator's checkers, with longer contexts and in two orders of threads.
 test-metal-full: setup

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterable
-from itertools import product
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,10 @@ from . import device as devices
 from .device import MLX_VERSION, Device
 from .errors import StoreError, TunerError
 from .options import (
+    BESIDE_THE_DATABASE,
+    GRID_LISTS,
+    MISSES_LISTS,
+    WRAPPER_ONLY,
     budget_option,
     db_option,
     device_option,
@@ -29,21 +32,25 @@ from .options import (
     json_option,
     layout_name,
     lengths_option,
+    misses_option,
+    model_of,
     model_option,
+    one_shape,
     option,
     options,
     path_name,
     refuse_together,
     refuse_unused,
+    refuse_without,
+    shapes_of,
+    wrapper_options,
 )
 from .parse import count, program, several
-from .plan import PATHS
+from .plan import PATHS, Plan
 from .shapes import (
-    DEEPSEEK,
     MAX_HEADS,
     MAX_PARTITIONS,
     MAX_Q_LEN,
-    Geometry,
     Shape,
     effective_batch,
 )
@@ -85,7 +92,7 @@ class Commands(click.Group):
     db_option,
     grid_options("1k,2k,4k,8k,16k,32k", "1,2,4,8", "16,128", 1 << 10),
     click.option("--force", is_flag=True, help="Time even where the machine is not fit for it."),
-    json_option,
+    *(misses_option, json_option),
 )
 @click.version_option(__version__)
 @click.pass_context
@@ -97,6 +104,7 @@ def main(ctx: click.Context, /, **params: Any) -> None:
     command.
     """
     if ctx.invoked_subcommand is None:
+        refuse_together(ctx, "from_misses", *MISSES_LISTS)
         _tune(ctx.obj, **params)
     else:
         refuse_unused(ctx)
@@ -109,15 +117,22 @@ def _tune(
     db: Path | None,
     as_json: bool | None,
     force: bool,
+    from_misses: Path | None,
     **grid: Any,
 ) -> None:
     from . import answers, report, tuner
     from .store import Store
 
-    heads, geometry = _model(grid.pop("model"), grid.pop("heads"), grid.pop("geometry"), (16, 128))
+    if from_misses is None:
+        named = grid.pop("model"), grid.pop("heads"), grid.pop("geometry")
+        heads, geometry = model_of(*named, (16, 128))
+        buckets = tuner.default_buckets(heads=heads, geometry=geometry, **grid)
+    else:
+        from .integrations.counts import read_misses
+
+        buckets = read_misses(_db(db).parent if from_misses is BESIDE_THE_DATABASE else from_misses)
     here = _device(device)
     _note_missing_kernel(here)
-    buckets = tuner.default_buckets(heads=heads, geometry=geometry, **grid)
     with Store(_db(db)) as store, report.Progress() as progress:
         summary = tuner.tune(store, here, buckets, budget_s=budget, progress=progress, force=force)
         rows = _winners(store, here, buckets)
@@ -156,7 +171,7 @@ def plan(
     from . import answers, report
     from .policy import Policy
 
-    shape = _one_shape(**params)
+    shape = one_shape(**params)
     here = _device(device)
     _note_missing_kernel(here)
     policy = Policy.load(_db(db), here)
@@ -173,11 +188,12 @@ def plan(
     grid_options("4k,32k", "1", "16", 1),
     lengths_option,
     option(
-        "--paths", several(path_name), "P,P,..", "Paths to time; mlx always is.", ",".join(PATHS)
+        *("--paths", several(path_name), "P,P,.."),
+        "Paths to time; mlx always is.  [default: all; with --wrapper mlx,single,split]",
     ),
     option("--partitions", several(count(2, MAX_PARTITIONS)), "N,N,..", "Counts for split."),
     click.option("--all", "every", is_flag=True, help="All candidates, not the likely best ones."),
-    *(device_option, json_option),
+    *(wrapper_options, device_option, json_option),
 )
 @click.pass_context
 def bench(
@@ -185,26 +201,69 @@ def bench(
 ) -> None:
     """Time every path on given shapes, side by side in one process; nothing is stored."""
     from . import bench as benchmark
-    from . import report
+    from . import report, wrapper_bench
 
+    wrapped, how = params.pop("wrapper"), {name: params.pop(name) for name in WRAPPER_ONLY}
     refuse_together(ctx, "lengths", "contexts", "batches")
+    refuse_together(ctx, "grid", *GRID_LISTS, "lengths")
+    refuse_without(ctx, "wrapper", *WRAPPER_ONLY)
+    if wrapped and params["lengths"]:
+        raise click.UsageError("--wrapper takes no ragged batches: leave out --lengths")
+    grid = params.pop("grid")
     choice = {name: params.pop(name) for name in ("paths", "partitions", "every")}
+    choice["paths"] = choice["paths"] or (wrapper_bench.PATHS if wrapped else PATHS)
     if choice["partitions"] and "split" not in choice["paths"]:
         raise click.UsageError("--partitions counts those of split, which --paths leaves out")
-    shapes = _shapes(**params)
+    shapes = shapes_of(**params | (wrapper_bench.GRIDS[grid]._asdict() if grid else {}))
     here = _device(device)
     _note_missing_kernel(here)
+
+    def plans(shape: Shape) -> list[Plan]:
+        return benchmark.plans_for(shape, here, **choice)
+
+    if wrapped:
+        _bench_wrapper(ctx.obj, shapes, plans, here, budget, params["model"], as_json, **how)
+        return
     with report.Progress() as progress:
-        rows = benchmark.bench(
-            shapes,
-            lambda shape: benchmark.plans_for(shape, here, **choice),
-            device=here,
-            budget_s=budget,
-            progress=progress.measured,
-        )
+        measured = progress.measured
+        rows = benchmark.bench(shapes, plans, device=here, budget_s=budget, progress=measured)
         answer = list(rows)
     _print(answer, report.benched(answer), as_json)
-    if not any(row["median_us"] for row in answer):
+    _refuse_empty(answer)
+
+
+def _bench_wrapper(
+    command: str,
+    shapes: list[Shape],
+    plans: Callable[[Shape], list[Plan]],
+    here: Device,
+    budget: float,
+    model: str | None,
+    as_json: bool | None,
+    trials: int,
+    **files: Path | None,
+) -> None:
+    from . import report, wrapper_bench
+    from .wrapper_bench_report import check_files, markdown, write_files
+    from .wrapper_bench_widths import widths_of
+
+    check_files(files)
+    widths = {heads: widths_of(model, heads) for heads in {shape.heads for shape in shapes}}
+    with report.Progress() as progress:
+        found = wrapper_bench.run(
+            *(shapes, plans, here, widths),
+            budget_s=budget,
+            trials=trials,
+            progress=progress.measured,
+        )
+    answer = wrapper_bench.report(found, here, widths, trials, command)
+    _print(answer, [markdown(answer)], as_json)
+    write_files(answer, files)
+    _refuse_empty(answer["rows"])
+
+
+def _refuse_empty(rows: Iterable[Any]) -> None:
+    if not any(row["median_us"] for row in rows):
         raise click.ClickException("nothing could be timed: see above, or give a longer --budget")
 
 
@@ -226,6 +285,26 @@ def verify(device: str | None, budget: float, db: Path | None, as_json: bool | N
     _print(answer, report.verified(answer), as_json)
     if not answer["ok"]:
         raise click.ClickException("a result is wrong, or a plan is slower than mlx: see above")
+
+
+@main.command(
+    context_settings={"allow_interspersed_args": False, "allow_extra_args": True},
+    options_metavar="[--absorb] [--] mlx_lm.COMMAND ...",
+)
+@click.option("--absorb", is_flag=True, help="Let DeepSeek-V2, Youtu and MiniCPM3 cache latents.")
+@click.pass_context
+def run(ctx: click.Context, absorb: bool) -> None:
+    """Run a command of mlx-lm with its decode routed through the tuned plans.
+
+    For instance: mla-tune run -- mlx_lm.server --model ... With MLA_TUNER=log in the environment
+    the counts are printed at the end; `off` installs nothing, `force` runs our kernels wherever
+    they can.
+    """
+    from .integrations import run as engine
+
+    if not ctx.args:
+        raise click.UsageError("give a command of mlx-lm: mlx_lm.server, mlx_lm.generate, ..")
+    engine.run(ctx.args, absorb=absorb)
 
 
 @main.group()
@@ -369,70 +448,6 @@ def _winners(store: Store, here: Device, buckets: Iterable[Bucket]) -> list[Row]
     wanted, kernel = set(buckets), backends.get(here.backend).digest()
     rows = store.tuned(here, kernel, MLX_VERSION, devices.system_version())
     return [row for row in rows if row.bucket in wanted]
-
-
-def _model(
-    model: str | None,
-    heads: tuple[int, ...] | None,
-    geometry: Geometry | None,
-    default_heads: tuple[int, ...],
-) -> tuple[tuple[int, ...], Geometry]:
-    """Heads and geometry: as given, else the model's, else the defaults."""
-    if model is None:
-        return heads or default_heads, geometry or DEEPSEEK
-    from .models import resolve
-
-    found = resolve(model)
-    return heads or (found.heads,), geometry or found.geometry
-
-
-def _one_shape(
-    context: int | None,
-    batch: int | None,
-    lengths: tuple[int, ...] | None,
-    model: str | None,
-    heads: int | None,
-    geometry: Geometry | None,
-    **rest: Any,
-) -> Shape:
-    """The shape that `plan` is asked about. Wrong combinations are usage errors."""
-    all_heads, of_model = _model(model, (heads,) if heads else None, geometry, ())
-    if not all_heads:
-        raise click.UsageError("give --heads, or a --model that has them")
-    if lengths is None and context is None:
-        raise click.UsageError("give --context, or --lengths for a ragged batch")
-    try:
-        return Shape(
-            context=max(lengths or ()) if context is None else context,
-            batch=batch or len(lengths or (context,)),
-            heads=all_heads[0],
-            geometry=of_model,
-            lengths=lengths or (),
-            **rest,
-        )
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _shapes(
-    model: str | None,
-    heads: tuple[int, ...] | None,
-    geometry: Geometry | None,
-    lengths: tuple[int, ...] | None,
-    **lists: Any,
-) -> list[Shape]:
-    """Every combination of the lists that `bench` was given."""
-    all_heads, of_model = _model(model, heads, geometry, (16,))
-    if lengths and not any(lengths):
-        raise click.UsageError("give at least one length above 0")
-    if lengths:
-        lists |= {"contexts": (max(lengths),), "batches": (len(lengths),)}
-    names = ("layouts", "q_lens", "dtypes", "batches", "contexts")
-    return [
-        Shape(context, batch, each, dtype, of_model, q_len, layout, lengths or ())
-        for each in all_heads
-        for layout, q_len, dtype, batch, context in product(*(lists[name] for name in names))
-    ]
 
 
 def _print(answer: object, text: Iterable[Any], as_json: bool | None) -> None:

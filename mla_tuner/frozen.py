@@ -75,6 +75,8 @@ def write(path: Path, data: bytes) -> None:
         StoreError: it can't be written there.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
+    if os.path.exists(path) and not os.path.isfile(path):  # root would replace /dev/null
+        raise StoreError(f"cannot write {path}: it is there, and no file")
     try:
         try:
             part.write_bytes(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import click
 from .device import CHOICES
 from .parse import DTYPE_NAMES, count, duration, several, word
 from .plan import PATHS
-from .shapes import DEEPSEEK, GEOMETRIES, LAYOUTS, MAX_HEADS, MAX_Q_LEN
+from .shapes import DEEPSEEK, GEOMETRIES, LAYOUTS, MAX_HEADS, MAX_Q_LEN, Geometry, Shape
 
 Decorator = Callable[[Any], Any]
 # Options that may stand before a command, too.
 _SHARED = ("device", "db", "model", "geometry", "as_json")
+
+BESIDE_THE_DATABASE = Path("misses-*.json")  # --from-misses without a file: this very object
 
 dtype_name = word(DTYPE_NAMES)
 layout_name = word({name: name for name in LAYOUTS})
@@ -119,6 +122,41 @@ def grid_options(contexts: str, batches: str, heads: str, least: int) -> Decorat
     )
 
 
+misses_option = click.option(
+    "--from-misses",
+    type=click.Path(path_type=Path),
+    is_flag=False,
+    flag_value=BESIDE_THE_DATABASE,
+    metavar="[FILE]",
+    help="Tune what servers missed, most frequent first.  [default FILE: all beside the database]",
+)
+# What other options say already, or give a meaning.
+GRID_LISTS = ("contexts", "batches", "heads", "dtypes")
+MISSES_LISTS = (*GRID_LISTS, "q_lens", "layouts", "model", "geometry")
+WRAPPER_ONLY = ("trials", "csv", "markdown", "chart")
+
+
+def _file_option(name: str, text: str) -> Decorator:
+    return click.option(name, type=click.Path(dir_okay=False, path_type=Path), help=text)
+
+
+wrapper_options = options(
+    click.option(
+        "--wrapper", is_flag=True, help="Time a step of whole attention modules, random weights."
+    ),
+    option(
+        "--grid",
+        word({name: name for name in ("upstream", "long")}),
+        "upstream|long",
+        "Shapes: heads 16,64,128, batch 1,8,32, context 128,2k,8k; or 1,8 and 32k,64k,128k.",
+    ),
+    option("--trials", count(1, 100), "N", "Repeats of each shape, with --wrapper.", "3"),
+    _file_option("--csv", "Every latency, with --wrapper."),
+    _file_option("--markdown", "The report, with --wrapper."),
+    _file_option("--chart", "FILE.svg, or .png with cairosvg; with --wrapper."),
+)
+
+
 def budget_option(default: str) -> Decorator:
     """How long a command may take."""
     return option("--budget", duration, "TIME", "Wall-clock time: 90s, 5m, 1h.", default)
@@ -152,4 +190,79 @@ def refuse_together(ctx: click.Context, name: str, *others: str) -> None:
     """Where one option says all that others would say, those would be lost without a word."""
     both = [other for other in others if _given(ctx, name) and _given(ctx, other)]
     if both:
-        raise click.UsageError(f"--{name} says it all: leave out --{' and --'.join(both)}")
+        text = f"--{name} says it all: leave out --{' and --'.join(both)}"
+        raise click.UsageError(text.replace("_", "-"))
+
+
+def refuse_without(ctx: click.Context, name: str, *others: str) -> None:
+    """What only one option gives a meaning would be lost without it."""
+    lost = [f"--{other}" for other in others if _given(ctx, other)]
+    if lost and not _given(ctx, name):
+        raise click.UsageError(f"only with --{name}: {', '.join(lost)}")
+
+
+# --- shapes -------------------------------------------------------------------------------------
+
+
+def model_of(
+    model: str | None,
+    heads: tuple[int, ...] | None,
+    geometry: Geometry | None,
+    default_heads: tuple[int, ...],
+) -> tuple[tuple[int, ...], Geometry]:
+    """Heads and geometry: as given, else the model's, else the defaults."""
+    if model is None:
+        return heads or default_heads, geometry or DEEPSEEK
+    from .models import resolve
+
+    found = resolve(model)
+    return heads or (found.heads,), geometry or found.geometry
+
+
+def one_shape(
+    context: int | None,
+    batch: int | None,
+    lengths: tuple[int, ...] | None,
+    model: str | None,
+    heads: int | None,
+    geometry: Geometry | None,
+    **rest: Any,
+) -> Shape:
+    """The shape that `plan` is asked about. Wrong combinations are usage errors."""
+    all_heads, of_model = model_of(model, (heads,) if heads else None, geometry, ())
+    if not all_heads:
+        raise click.UsageError("give --heads, or a --model that has them")
+    if lengths is None and context is None:
+        raise click.UsageError("give --context, or --lengths for a ragged batch")
+    try:
+        return Shape(
+            context=max(lengths or ()) if context is None else context,
+            batch=batch or len(lengths or (context,)),
+            heads=all_heads[0],
+            geometry=of_model,
+            lengths=lengths or (),
+            **rest,
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def shapes_of(
+    model: str | None,
+    heads: tuple[int, ...] | None,
+    geometry: Geometry | None,
+    lengths: tuple[int, ...] | None,
+    **lists: Any,
+) -> list[Shape]:
+    """Every combination of the lists that `bench` was given."""
+    all_heads, of_model = model_of(model, heads, geometry, (16,))
+    if lengths and not any(lengths):
+        raise click.UsageError("give at least one length above 0")
+    if lengths:
+        lists |= {"contexts": (max(lengths),), "batches": (len(lengths),)}
+    names = ("layouts", "q_lens", "dtypes", "batches", "contexts")
+    return [
+        Shape(context, batch, each, dtype, of_model, q_len, layout, lengths or ())
+        for each in all_heads
+        for layout, q_len, dtype, batch, context in product(*(lists[name] for name in names))
+    ]

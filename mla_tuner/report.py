@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .answers import plan_of, short
+from .shapes import DEEPSEEK
 
 if TYPE_CHECKING:
     from .evidence import Measurement
@@ -132,8 +133,19 @@ def tuned(answer: Answer) -> Iterator[RenderableType]:
     if answer["device"].startswith("cpu/"):
         yield "MLX's CPU build is slow (reference BLAS): these factors say nothing about GPUs."
     if answer["plans"]:
-        shape = "--context {context} --batch {batch} --heads {heads}".format(**answer["plans"][-1])
-        yield f"What it runs:  mla-tune plan {shape}"
+        yield Text(f"What it runs:  mla-tune plan {_as_options(answer['plans'][-1])}")
+
+
+def _as_options(row: Answer) -> str:
+    """What asks `mla-tune plan` for a bucket; without what is so by default."""
+    geometry = "{kv_lora_rank}+{rope_dim}".format(**row)
+    options = (
+        *(("context", row["context"], None), ("batch", row["batch"], None)),
+        *(("heads", row["heads"], None), ("dtype", row["dtype"], "bfloat16")),
+        *(("q-len", row["q_len"], 1), ("layout", row["layout"], "paged")),
+        ("geometry", geometry, str(DEEPSEEK)),
+    )
+    return " ".join(f"--{name} {value}" for name, value, usual in options if value != usual)
 
 
 def _winners(rows: Sequence[Answer]) -> Table:

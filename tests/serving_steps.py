@@ -11,8 +11,10 @@ from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models.cache import (
     BatchKVCache,
+    BatchRotatingKVCache,
     CacheList,
     KVCache,
     RotatingKVCache,
@@ -20,7 +22,9 @@ from mlx_lm.models.cache import (
 )
 from tiny_models import VOCABULARY
 
-from mla_tuner.integrations import mlx_lm
+from mla_tuner import ops
+from mla_tuner.integrations import absorb, mlx_lm
+from mla_tuner.integrations.bindings import Bindings
 from mla_tuner.integrations.counts import Stats
 from mla_tuner.integrations.mla_classes import CLASSES, MlaClass
 from mla_tuner.plan import Decision, Plan
@@ -43,15 +47,32 @@ class StubPolicy:
         return Decision(self.plan, "tuned", "a test says so")
 
 
+def breaking(after: int) -> Callable[..., mx.array]:
+    """An operation that works that often and raises from then on."""
+    left = [after]
+
+    def broken(*arguments: Any, **options: Any) -> mx.array:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("no such kernel")
+        return ops.mla_decode(*arguments, **options)
+
+    return broken
+
+
 @contextmanager
 def mlx_lm_as_it_is() -> Iterator[None]:
     """Gives mlx-lm its own methods back at the end, whatever is bound by then."""
-    stock = {owner: vars(owner)["__call__"] for owner in map(attention_class, KINDS)}
+    absorbable = [absorb.class_of(kind) for kind in absorb.CLASSES]
+    owners = [*map(attention_class, KINDS), *absorbable]
+    stock = {owner: vars(owner)["__call__"] for owner in owners}
     yield
     for owner, call in stock.items():
         owner.__call__ = call
     mlx_lm.uninstall()
-    mlx_lm._bindings.clear()
+    absorb._said.clear()
+    mlx_lm._failed.clear()
+    mlx_lm._bindings = Bindings()
     mlx_lm._last = Stats()
 
 
@@ -73,8 +94,24 @@ def padded(padding: list[int]) -> Callable[[Any], Any]:
     return convert
 
 
-def rotating(cache: Any) -> Any:
-    return RotatingKVCache(max_size=PROMPT + 2, keep=4) if isinstance(cache, KVCache) else cache
+def each_kv_cache(make: Callable[[], Any]) -> Callable[[Any], Any]:
+    """What a test makes in the place of the model's own KVCaches, in lists of caches, too."""
+
+    def convert(cache: Any) -> Any:
+        if isinstance(cache, KVCache):
+            return make()
+        if isinstance(cache, CacheList):
+            return CacheList(*map(convert, cache.caches))
+        return cache
+
+    return convert
+
+
+rotating = each_kv_cache(lambda: RotatingKVCache(max_size=PROMPT + 2, keep=4))
+
+
+def rotating_batch(padding: list[int]) -> Callable[[Any], Any]:
+    return each_kv_cache(lambda: BatchRotatingKVCache(PROMPT + 2, padding))
 
 
 def decode(
@@ -92,6 +129,31 @@ def decode(
     return logits
 
 
+def generated(model: Any, **options: Any) -> list[int]:
+    """Tokens that a prompt goes on with."""
+    steps = generate_step(tokens(PROMPT), model, max_tokens=6, **options)
+    return [int(token) for token, _ in steps]
+
+
+def spoken(model: Any, draft: Any) -> list[int]:
+    """The same with a draft model, whose tokens are verified some at once."""
+    steps = speculative_generate_step(tokens(PROMPT), model, draft, max_tokens=6)
+    return [int(token) for token, *_ in steps]
+
+
+def batched(model: Any, **options: Any) -> dict[int, list[int]]:
+    """Continuous batching: left padding, rows that leave, rows that join."""
+    generator = BatchGenerator(model, prefill_batch_size=2, completion_batch_size=3, **options)
+    prompts = [tokens(length, seed=length).tolist() for length in (70, 9, 90, 33, 12)]
+    generator.insert(prompts, [3, 9, 5, 7, 4])
+    found: dict[int, list[int]] = {}
+    while responses := generator.next_generated():
+        for response in responses:
+            found.setdefault(response.uid, []).append(response.token)
+    generator.close()
+    return found
+
+
 def distance(ours: list[mx.array], theirs: list[mx.array]) -> float:
     return max(float(mx.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
@@ -101,4 +163,5 @@ def attentions(model: Any, kind: MlaClass) -> list[Any]:
 
 
 def attention_class(name: str) -> type:
-    return getattr(import_module(f"mlx_lm.models.{name}"), KINDS[name].name)
+    kinds = {kind.module: kind for kind in (*CLASSES, *absorb.CLASSES)}
+    return getattr(import_module(f"mlx_lm.models.{name}"), kinds[name].name)

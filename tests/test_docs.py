@@ -12,7 +12,8 @@ import click
 import pytest
 
 import mla_tuner
-from mla_tuner import answers, cli
+from mla_tuner import answers, cli, gates
+from mla_tuner.plan import PATHS
 from mla_tuner.shapes import GEOMETRIES
 
 ROOT = Path(__file__).parent.parent
@@ -72,9 +73,88 @@ def test_geometries_are_documented() -> None:
     assert all(f"`{geometry}`" in CONFIGURATION for geometry in GEOMETRIES)
 
 
+# Reasons that are none against a plan.
+AGREEMENTS = {
+    "... can run here",
+    "the CPU kernel agrees with mlx_rows",
+    "the ... kernels agree with mlx_rows",
+}
+
+
+def words(node: ast.expr, names: dict[str, str]) -> Iterator[str]:
+    """Texts that a value can be, `...` for what is filled in; names: the module's constants."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        parts = (str(p.value) if isinstance(p, ast.Constant) else "..." for p in node.values)
+        yield "".join(parts).replace("......", "...")
+    elif isinstance(node, ast.Name) and node.id in names:
+        yield names[node.id]
+    elif isinstance(node, ast.IfExp):
+        yield from (*words(node.body, names), *words(node.orelse, names))
+    elif isinstance(node, ast.BoolOp | ast.Tuple):
+        for each in node.values if isinstance(node, ast.BoolOp) else node.elts:
+            yield from words(each, names)
+
+
+def reasons(module: str) -> set[str]:
+    """Texts that a module returns, calls a reason or counts calls by."""
+    tree = ast.parse((ROOT / "mla_tuner" / f"{module}.py").read_text())
+    names = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and isinstance(node.value.value, str)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        named = [ast.unparse(target) for target in getattr(node, "targets", [])]
+        value: ast.expr | None = None
+        if isinstance(node, ast.Return) or "reason" in named:
+            value = node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("count_stock"):
+            value = node.args[0]
+        if value is not None:
+            found.update(words(value, names))
+    return found
+
+
+def test_paths_and_gates_are_documented() -> None:
+    assert all(f"| `{path}` |" in CONFIGURATION for path in PATHS)
+    names = re.findall(r'^ {8}\("(\w+)", lambda', inspect.getsource(gates.checks), re.MULTILINE)
+    assert len(names) == 10
+    for name in names:
+        assert f"| `{name}` |" in CONFIGURATION, name
+
+
+BACKENDS = ("cpu", "cuda", "cuda_tiles", "jit", "metal", "metal_tiles", "mlx_paths", "native")
+
+
+@pytest.mark.parametrize("module", [*BACKENDS, "self_check"])
+def test_refusals_are_documented(module: str) -> None:
+    found = {text for text in reasons(f"backends/{module}") if text.count(" ") > 1}
+    found = {text for text in found if "\n" not in text} - AGREEMENTS
+    assert found
+    for text in found:
+        assert f"`{text}`" in CONFIGURATION, text
+
+
+@pytest.mark.parametrize("module", ["routing", "spans", "vllm_routing"])
+def test_reasons_for_an_engines_own_code_are_documented(module: str) -> None:
+    pages = " ".join(
+        (ROOT / "docs" / f"{name}.md").read_text() for name in ("mlx-lm", "vllm-metal")
+    )
+    found = {text for text in reasons(f"integrations/{module}") if text}
+    assert len(found) > 2
+    for text in found:
+        assert f"`{text}`" in pages, text
+
+
 def test_answer_keys_are_documented() -> None:
     text = inspect.getsource(answers) + (ROOT / "mla_tuner" / "overview.py").read_text()
-    text += (ROOT / "mla_tuner" / "bench.py").read_text()
+    for name in ("bench", "wrapper_bench"):
+        text += (ROOT / "mla_tuner" / f"{name}.py").read_text()
     keys = set(re.findall(r'^ {8}"(\w+)": ', text, re.MULTILINE))
     assert len(keys) > 30
     words = set(re.findall(r"\w+", CONFIGURATION))

@@ -1,9 +1,9 @@
-"""Binding to mlx-lm and giving it back; and `run`, which binds for a command."""
+"""Binding to mlx-lm and giving it back."""
 
 from __future__ import annotations
 
 import gc
-import sys
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +13,9 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-t
 
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from serving_steps import KINDS, StubPolicy, attention_class, decode, mlx_lm_as_it_is
-from tiny_models import tiny_model
+from tiny_models import FULL_CONFIGS, tiny_model
 
 from mla_tuner.integrations import mlx_lm
-from mla_tuner.integrations import run as run_module
 from mla_tuner.integrations.mla_classes import fingerprint
 from mla_tuner.integrations.mlx_lm import install, patch, stats, uninstall
 from mla_tuner.plan import MLX
@@ -79,6 +78,34 @@ def test_an_inner_block_leaves_an_outer_one_in_force(deepseek: Any) -> None:
     assert stats().routed == 2
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_blocks_that_overlap_the_last_to_end_uninstalls(first: int, deepseek: Any) -> None:
+    blocks = [patch(StubPolicy()), patch()]
+    stock = vars(attention_class("deepseek_v3"))["__call__"]
+    for block in blocks:
+        block.__enter__()
+    blocks[first].__exit__()
+    decode(deepseek, 1, None, (1,))
+    assert stats().routed == 2
+    blocks[1 - first].__exit__()
+    assert vars(attention_class("deepseek_v3"))["__call__"] is stock
+
+
+def test_a_block_ends_neither_an_install_nor_what_came_after_an_uninstall(deepseek: Any) -> None:
+    early, late = patch(StubPolicy()), patch(StubPolicy())
+    early.__enter__()
+    install()
+    early.__exit__()
+    decode(deepseek, 1, None, (1,))
+    assert stats().routed == 2
+    early.__enter__()
+    uninstall()
+    with late:
+        early.__exit__()
+        decode(deepseek, 1, None, (1,))
+    assert stats().routed == 2
+
+
 def wrap_foreign() -> list[int]:
     """Someone else's wrapper around whatever is bound; counts its calls."""
     owner, calls = attention_class("deepseek_v3"), [0]
@@ -99,7 +126,7 @@ def test_a_wrapper_that_was_there_before_keeps_its_calls(deepseek: Any) -> None:
         decode(deepseek, 1, None, (1,))
     assert calls == [4]
     assert stats().routed == 0
-    assert stats().classes["DeepseekV3Attention"] == "its source is not the known one"
+    assert stats().classes["deepseek_v3.DeepseekV3Attention"] == "its source is not the known one"
 
 
 def test_a_wrapper_that_came_later_survives(deepseek: Any) -> None:
@@ -115,6 +142,27 @@ def test_a_wrapper_that_came_later_survives(deepseek: Any) -> None:
     assert (calls, stats().routed) == ([8], 2)
 
 
+@pytest.mark.parametrize(
+    "owner",
+    [attention_class("deepseek_v3"), attention_class("deepseek_v2"), KVCache],
+    ids=["attention", "absorbing", "mask"],
+)
+def test_what_another_replaced_and_gave_back_is_bound_anew(owner: Any) -> None:
+    name = "make_mask" if owner is KVCache else "__call__"
+    stock = vars(owner)[name]
+    install(StubPolicy(), absorb=True)
+    ours = vars(owner)[name]
+    assert ours is not stock
+    setattr(owner, name, lambda *arguments, **options: stock(*arguments, **options))
+    uninstall()
+    setattr(owner, name, stock)
+    for _ in range(2):
+        install(StubPolicy(), absorb=True)
+        assert vars(owner)[name] not in (stock, ours)
+        uninstall()
+        assert vars(owner)[name] is stock
+
+
 def test_a_class_of_another_release_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = attention_class("mistral4")
 
@@ -124,8 +172,22 @@ def test_a_class_of_another_release_is_left_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(owner, "__call__", other)
     with patch(StubPolicy()):
         assert vars(owner)["__call__"] is other
-    assert stats().classes["Mistral4Attention"] == "its source is not the known one"
-    assert stats().classes["DeepseekV3Attention"] == "routed"
+    assert stats().classes["mistral4.Mistral4Attention"] == "its source is not the known one"
+    assert stats().classes["deepseek_v3.DeepseekV3Attention"] == "routed"
+
+
+def test_classes_that_are_left_alone_are_a_log_line_a_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'mlx_lm'")
+
+    caplog.set_level(logging.INFO, "mla_tuner")
+    monkeypatch.setattr(mlx_lm.importlib, "import_module", missing)
+    install(StubPolicy())
+    (line,) = caplog.messages
+    assert line.startswith("mlx-lm's deepseek_v3.DeepseekV3Attention, deepseek_v32.")
+    assert line.endswith(": not routed: ModuleNotFoundError: No module named 'mlx_lm'")
 
 
 def test_a_release_without_a_model_or_without_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +197,8 @@ def test_a_release_without_a_model_or_without_mlx_lm(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mlx_lm.importlib, "import_module", missing)
     classes = install(StubPolicy()).classes
     assert set(map(str, classes.values())) == {
-        f"ModuleNotFoundError: No module named 'mlx_lm.models.{name}'" for name in KINDS
+        f"ModuleNotFoundError: No module named 'mlx_lm.models.{name}'"
+        for name in (*KINDS, *FULL_CONFIGS)
     }
 
 
@@ -143,50 +206,3 @@ def test_a_function_without_source_has_no_fingerprint() -> None:
     assert fingerprint(len) == ""
     assert fingerprint(None) == ""
     assert fingerprint(eval("lambda: 1")) == ""
-
-
-# --- as a command
-
-
-class Command:
-    """A module of mlx-lm whose `main` notes what it was called with."""
-
-    seen: list[str] | None = None
-
-    @classmethod
-    def main(cls) -> None:
-        cls.seen = list(sys.argv)
-        raise SystemExit(3)
-
-
-def test_run_installs_and_passes_the_command_line_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run_module, "import_module", lambda name: Command)
-    monkeypatch.setenv("MLA_TUNER", "log")
-    before = list(sys.argv)
-    with pytest.raises(SystemExit) as ended:
-        run_module.run(["mlx_lm.server", "--model", "m"])
-    assert ended.value.code == 3
-    assert Command.seen == ["mlx_lm.server", "--model", "m"]
-    assert sys.argv == before
-    assert stats().classes["DeepseekV3Attention"] == "routed"
-    assert capsys.readouterr().err == "0 calls routed, 0 stock, 0 look-ups\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "usage: "),
-        (["antigravity"], "usage: "),
-        (["mlx_lm.models.cache"], "is no command that can run here"),
-        (["mlx_lm.nothing"], "is no command that can run here: No module named"),
-    ],
-)
-def test_run_refuses_what_is_no_command(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["run", *arguments])
-    with pytest.raises(SystemExit, match=f"Error: .*{says}"):
-        run_module.main()
-    assert stats().classes == {}

@@ -25,7 +25,7 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     def show(parts) -> list[str]:
         report.show(parts)
         lines = capsys.readouterr().out.splitlines()
-        copied = ("To continue:", "Database:")  # whole, however long
+        copied = ("To continue:", "Database:", "What it runs:")  # whole, however long
         assert all(len(line) <= 80 for line in lines if not line.startswith(copied))
         return [line.rstrip() for line in lines]
 

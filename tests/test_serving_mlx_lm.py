@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,28 +19,35 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-tuner[mlx-lm]")
 
+from commands import run
 from mlx.utils import tree_flatten
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
-from serving_steps import BOUND, StubPolicy
+from serving_steps import StubPolicy, breaking, mlx_lm_as_it_is
 from tiny_models import VOCABULARY, tiny_config, tiny_model
 
+from mla_tuner.integrations import routing
 from mla_tuner.integrations.mlx_lm import patch, stats
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel")]
+pytestmark = pytest.mark.usefixtures("kernel")
 
-CLIENTS, REQUESTS, ANSWER = 8, 200, 12
+ANSWER = 12  # tokens
+SHORT, FULL = (4, 16), (8, 200)  # clients and requests
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with mlx_lm_as_it_is():
+        yield
+
+
+def saved(name: str, folder: Path) -> Path:
     """A model's folder: weights, config.json and a tokenizer of words w0, w1, .."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    folder = tmp_path_factory.mktemp("model")
-    model = tiny_model("deepseek_v3")
+    model = tiny_model(name)
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    config = {**tiny_config("deepseek_v3"), "eos_token_id": VOCABULARY - 1}
+    config = {**tiny_config(name), "eos_token_id": VOCABULARY - 1}
     (folder / "config.json").write_text(json.dumps(config))
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -48,6 +56,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": f"w{VOCABULARY - 1}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64  # of all clients at once, however late this thread is
 
 
 @contextmanager
@@ -62,17 +75,29 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     def handler(*arguments: Any) -> Any:
         return server.APIHandler(generator, *arguments, system_fingerprint="test")
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    http.daemon_threads = True
+    http = Server(("127.0.0.1", 0), handler)
     thread = Thread(target=http.serve_forever)
     thread.start()
     try:
         yield f"http://127.0.0.1:{http.server_address[1]}"
+        assert generator.is_healthy
     finally:
         http.shutdown()
         thread.join()
         http.server_close()
         generator.stop_and_join()
+        gone(generator._generation_thread)
+
+
+def gone(thread: Thread) -> None:
+    """Waits for what is left of a thread after `join`: MLX frees there what it kept for it.
+
+    It asks for the lock of Python, which aborts where it ends meanwhile: exit code 134 after
+    all tests passed. So ended 6 of 12 runs of a script with six servers (MLX 0.32.4, Python 3.11).
+    """
+    task = Path(f"/proc/self/task/{thread.native_id}")  # nothing elsewhere than on Linux
+    while task.exists():
+        os.sched_yield()
 
 
 def prompt(number: int) -> str:
@@ -81,17 +106,7 @@ def prompt(number: int) -> str:
     )
 
 
-def tied(number: int, ours: str, theirs: str) -> bool:
-    """Whether two answers part where the model itself is undecided: batches round differently."""
-    pairs = enumerate(zip(ours.split(), theirs.split(), strict=False))
-    at, parting = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), (0, ()))
-    words = prompt(number).split() + theirs.split()[:at]
-    logits = tiny_model("deepseek_v3")(mx.array([[int(word[1:]) for word in words]]))[0, -1]
-    one, other = (float(logits[int(word[1:])]) for word in parting)
-    return abs(one - other) < BOUND
-
-
-def answers(address: str) -> list[str]:
+def answers(address: str, clients: int, requests: int) -> list[str]:
     """Every request's text, asked by all clients at once."""
 
     def ask(number: int) -> str:
@@ -101,23 +116,63 @@ def answers(address: str) -> list[str]:
         with urlopen(request, timeout=120) as response:
             return str(json.load(response)["choices"][0]["text"])
 
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        return list(clients.map(ask, range(REQUESTS)))
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(ask, range(requests)))
 
 
+# Each answer is exactly that of stock, whatever batch it was part of: other orders of sums move
+# these logits by 1e-6, and the two best tokens of every step are 2e-5 or more apart.
+@pytest.mark.parametrize("load", [SHORT, pytest.param(FULL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
 def test_no_request_is_lost_and_every_answer_is_that_of_stock(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, load: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(saved, monkeypatch) as address:
-        theirs = answers(address)
-    with patch(StubPolicy()), serving(saved, monkeypatch) as address:
-        ours = answers(address)
-    assert len(theirs) == REQUESTS
-    assert len(set(theirs)) > REQUESTS / 10
-    pairs = enumerate(zip(ours, theirs, strict=True))
-    assert [pair for number, pair in pairs if pair[0] != pair[1] and not tied(number, *pair)] == []
+    folder, (_, requests) = saved(name, tmp_path), load
+    with serving(folder, monkeypatch) as address:
+        theirs = answers(address, *load)
+    with patch(StubPolicy(), absorb=True), serving(folder, monkeypatch) as address:
+        ours = answers(address, *load)
+    assert len(theirs) == requests
+    assert len(set(theirs)) > requests / 10
+    assert ours == theirs
     counts = stats()
     decoded = counts.routed + counts.stock - counts.reasons["prefill"]
-    assert counts.routed > REQUESTS
+    assert counts.routed >= requests / 8 * ANSWER  # eight in a batch at most, two layers
     assert counts.routed > 0.95 * decoded
     assert counts.look_ups <= counts.routed / 2  # layers; steps of the same shape may share one
+
+
+def test_no_request_is_lost_where_the_kernel_begins_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved("deepseek_v3", tmp_path)
+    with serving(folder, monkeypatch) as address:
+        theirs = answers(address, *SHORT)
+    monkeypatch.setattr(routing, "mla_decode", breaking(after=7))
+    with patch(StubPolicy()), serving(folder, monkeypatch) as address:
+        ours = answers(address, *SHORT)
+    assert ours == theirs
+    assert stats().routed == 7
+    assert stats().reasons["the plan split x2 failed"] == 1
+    assert [line for line in caplog.messages if "not used again" in line] == [
+        "plan split x2 is not used again: no such kernel"
+    ]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
+def test_a_command_of_mlx_lm_says_what_it_says_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--model", str(saved(name, tmp_path)), "--prompt", prompt(1), "--max-tokens", "6"]
+    command = ["mlx_lm.generate", *options, "--temp", "0", "--ignore-chat-template"]
+
+    def said() -> str:
+        return run("run", "--absorb", "--", *command).stdout.split("==========")[1]
+
+    monkeypatch.setenv("MLA_TUNER", "off")
+    theirs = said()
+    assert len(theirs.split()) == 6
+    monkeypatch.setenv("MLA_TUNER", "force")
+    assert said() == theirs
+    assert stats().routed >= 2 * 6
+    assert all(plan.startswith(("single", "split")) for plan in stats().plans)

@@ -1,4 +1,4 @@
-"""The repository's tools run: peaks, the CPU benchmark, the PyTorch peer, the macOS check."""
+"""The repository's tools run: peaks, benchmarks, the PyTorch peer, the macOS check."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import re
 import struct
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
-from tools import bench_cpu
+from mla_tuner.errors import BudgetError
+from mla_tuner.ops import last_run
+from mla_tuner.plan import Plan
+from tools import bench_cpu, serving_cost
 from tools.cpu_bench import process
 from tools.cpu_bench import rounds as rounds_module
 from tools.cpu_bench.results import Figure, Results, as_json, markdown
@@ -172,6 +178,77 @@ def test_the_peer_says_in_one_line_that_torch_is_missing() -> None:
 def test_torch_is_timed_beside_ours() -> None:
     found = run_section("torch", threads=(1,))
     assert any(form.form == "torch sdpa" for form in found.forms)
+
+
+# --- serving -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not find_spec("mlx_lm"), reason="mlx-lm is not installed (extra: test)")
+class TestServingCost:
+    def test_one_look_up_a_step_and_a_time_for_each_cost(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(serving_cost, "CALLS", 2)
+        found = serving_cost.cost()
+        assert found.pop("look-ups a step") == 1
+        assert len(found) == 4
+        assert all(math.isfinite(us) for us in found.values())
+        assert found["routing a call"] > 0
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("--context", "10"),
+            ("--context", "2m"),
+            ("--rounds", "0"),
+            ("--tokens", "-1"),
+            ("--hidden", "0"),
+            ("--budget", "0"),
+        ],
+    )
+    def test_numbers_that_mean_nothing_are_usage_errors(
+        self, option: str, value: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as ended:
+            serving_cost.main([f"{option}={value}"])
+        assert ended.value.code == 2
+        assert f"argument {option}: invalid" in capsys.readouterr().err
+
+    def test_what_fails_is_one_line(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        def too_small(*args: object) -> None:
+            raise BudgetError("too small a budget")
+
+        monkeypatch.setattr(serving_cost, "cost", dict)
+        for speed, text in ((too_small, "too small a budget"), (dict, "No such file")):
+            monkeypatch.setattr(serving_cost, "speed", lambda *args, made=speed: made())
+            with pytest.raises(SystemExit) as ended:
+                serving_cost.main(["--json", str(tmp_path / "no" / "x.json")])
+            assert ended.value.code == 1
+            error = capsys.readouterr().err
+            assert error.startswith("Error: ")
+            assert text in error
+            assert error.count("\n") == 1
+
+    @pytest.mark.usefixtures("kernel")
+    def test_a_model_is_timed_with_its_plan_and_without(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        policy = serving_cost.OnePlan(Plan("split", 2))
+        monkeypatch.setattr(serving_cost, "tuned_policy", lambda shape, budget_s: policy)
+        found = serving_cost.speed(300, hidden=32, rounds=2, count=2, budget_s=1)
+        assert found["plan"] == "split x2"
+        assert len(found["ratios"]) == 2
+        assert found["stock tokens/s"] > 0
+        mx.synchronize(import_module("mlx_lm.generate").generation_stream)
+        ran = last_run()
+        assert ran is not None
+        assert ran.executed is not None
+        assert (ran.executed.path, ran.executed.partitions) == ("split", 2)
 
 
 # --- macOS check ---------------------------------------------------------------------------------

@@ -90,10 +90,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral4": _MISTRAL,
 }
 
+# Those of `absorb.CLASSES`, which cache keys and values of every head.
+_ROPE = {"original_max_position_embeddings": 4096, "factor": 1, "type": "yarn"}
+FULL_CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"rope_scaling": _ROPE},
+    "youtu_llm": {},
+    "minicpm3": {
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 32,
+        "dim_model_base": 32,
+        "scale_depth": 1.4,
+        "scale_emb": 2,
+        "rope_scaling": {**_ROPE, "long_factor": [1.0 + at / 16 for at in range(16)]},
+    },
+}
+
 
 def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
     """What its config.json would hold."""
-    return {"model_type": name, **_COMMON, **CONFIGS[name], **changes}
+    return {"model_type": name, **_COMMON, **{**CONFIGS, **FULL_CONFIGS}[name], **changes}
 
 
 def tiny_model(name: str, dtype: mx.Dtype = mx.float32, **changes: Any) -> Any:

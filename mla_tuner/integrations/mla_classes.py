@@ -1,19 +1,22 @@
-"""mlx-lm's absorbed MLA attention classes: how each makes queries, cache entries and its output."""
+"""mlx-lm's MLA attention classes: how each makes queries, cache entries and its output."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
-# Queries in latent space and their rope parts, then what the cache holds of both; the output is in
-# latent space: [batch, heads, q_len, kv_lora_rank].
+from ..errors import TunerError
+
+# Both parts of the query, then what the cache holds of both; the output is that of the heads,
+# [batch, heads, q_len, v_head_dim].
 Attend = Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
 # From a module, its input and its heads' outputs [batch, q_len, heads, v_head_dim] to its output.
 Finish = Callable[[Any, mx.array, mx.array], Any]
@@ -43,17 +46,18 @@ class MlaClass:
     """What sets one attention class apart from the others.
 
     fingerprint: `fingerprint` of the `__call__` that this description was written for.
-    heads: the attribute that counts heads on this device. rope: whether queries and keys are
-    rotated. lora_scales: `mla_scale_q_lora` and `mla_scale_kv_lora` apply. query_scale: the call
-    takes a scale of the whole query after `x`. indexed: `cache` is a pair, and `indexer` fills the
-    second; up to its `index_topk` tokens the attention is dense. finish: what comes after the
-    heads.
+    heads, scale: the attributes that count heads on this device and scale scores. rope: whether
+    queries and keys are rotated. lora_scales: `mla_scale_q_lora` and `mla_scale_kv_lora` apply.
+    query_scale: the call takes a scale of the whole query after `x`. indexed: `cache` is a pair,
+    and `indexer` fills the second; up to its `index_topk` tokens the attention is dense. finish:
+    what comes after the heads.
     """
 
     module: str
     name: str
     fingerprint: str
     heads: str = "num_heads"
+    scale: str = "scale"
     rope: bool = True
     lora_scales: bool = False
     query_scale: bool = False
@@ -78,6 +82,18 @@ CLASSES = (
 )
 
 
+UNKNOWN_SOURCE = "its source is not the known one"
+
+
+def class_of(kind: MlaClass) -> type | str:
+    """mlx-lm's class of that name, or why there is none."""
+    try:
+        module = importlib.import_module(f"mlx_lm.models.{kind.module}")
+        return cast(type, getattr(module, kind.name))
+    except Exception as error:  # a broken install of mlx-lm fails in many ways
+        return f"{type(error).__name__}: {error}"
+
+
 def fingerprint(function: Any) -> str:
     """Digest of a function's own source without comments and layout; "" where there is none.
 
@@ -99,9 +115,12 @@ def forward(
     cache: Any,
     attend: Attend,
 ) -> Any:
-    """One call of an attention module, absorbed for every q_len, with `attend` in its middle.
+    """One call of an attention module with `attend` in its middle.
 
-    x: `[batch, q_len, hidden]`, as is what it returns. The cache is written once.
+    x: `[batch, q_len, hidden]`, as is what it returns. The cache, if there is one, is written once.
+
+    Raises:
+        TunerError: the cache holds keys and values of every head; nothing was written.
     """
     low = x if "q_proj" in module else module.q_a_layernorm(module.q_a_proj(x))
     q_nope, q_pe = _queries(kind, module, low)
@@ -114,15 +133,44 @@ def forward(
         latent = latent * module.mla_scale_kv_lora
     latent, k_pe = latent[:, None], k_pe[:, None]  # [batch, 1, q_len, width]
     if kind.rope:
-        offset = cache.offset
+        offset = 0 if cache is None else cache.offset
         q_pe, k_pe = module.rope(q_pe, offset=offset), module.rope(k_pe, offset=offset)
     if query_scale is not None:
         q_nope, q_pe = q_nope * query_scale, q_pe * query_scale
-    latent, k_pe = cache.update_and_fetch(latent, k_pe)
+    if cache is not None:
+        _check_latent(cache)
+        latent, k_pe = cache.update_and_fetch(latent, k_pe)
     if kind.indexed:  # nothing reads the index yet: without this its graph grows with every token
         cache.keys = mx.depends(cache.keys, [index_cache.keys, index_cache.values])
-    out = attend(module.embed_q(q_nope), q_pe, latent, k_pe)
-    return kind.finish(module, x, module.unembed_out(out).transpose(0, 2, 1, 3))
+    out = attend(q_nope, q_pe, latent, k_pe)
+    return kind.finish(module, x, out.transpose(0, 2, 1, 3))
+
+
+def _check_latent(cache: Any) -> None:
+    """A prompt cache may come from a file, written by a model that was not absorbed."""
+    keys = getattr(cache, "keys", None)
+    heads = 1 if keys is None else (keys if isinstance(keys, mx.array) else keys[0]).shape[1]
+    if heads != 1:
+        raise TunerError(
+            f"this prompt cache holds keys and values of {heads} heads, and this model one latent "
+            "a token: make it anew, or load the model without absorb"
+        )
+
+
+def plain(
+    q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, scale: float, mask: Any
+) -> mx.array:
+    """Attention in latent space in MLX's own operations, under a mask of any kind.
+
+    q: `[batch, heads, q_len, kv_lora_rank]`, as is what it returns.
+    """
+    scores = (q_pe * scale) @ k_pe.swapaxes(-1, -2)
+    if isinstance(mask, str):
+        tokens, q_len = latent.shape[2], q.shape[2]
+        mask = mx.arange(tokens) <= mx.arange(tokens - q_len, tokens)[:, None]
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    return mx.fast.scaled_dot_product_attention(q, latent, latent, scale=scale, mask=scores)
 
 
 def _queries(kind: MlaClass, module: Any, low: mx.array) -> tuple[mx.array, mx.array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -12,8 +13,9 @@ from ..ops import last_run, mla_decode
 from ..plan import MLX, Decision, Plan
 from ..shapes import GEOMETRIES, MAX_HEADS, MAX_Q_LEN, Geometry, effective_batch
 from .counts import Stats
-from .mla_classes import MlaClass, forward
+from .mla_classes import MlaClass, forward, plain
 from .spans import SeenMask, Span, span_of
+from .switch import Forced
 
 if TYPE_CHECKING:
     from ..policy import Policy
@@ -49,14 +51,26 @@ class Step:
 
 
 class Router:
-    """Routes calls by `policy`, or by the policy of this process, which is loaded when needed."""
+    """Routes calls by `policy`, or by the policy of this process, which is loaded when needed.
 
-    def __init__(self, policy: Policy | None = None) -> None:
-        self.policy = policy
+    force: by our kernels wherever they can run, see `switch.Forced`. failed: plans that are not
+    used, to which those are added that raise; shared by the routers of a process.
+    """
+
+    layout = "dense"  # of the engine's caches
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        force: bool = False,
+        failed: set[Plan] | None = None,
+    ) -> None:
+        self.force = force
         self.stats = Stats()
+        self._given = policy
         self.seen: SeenMask | None = None
         self._step: Step | None = None
-        self._failed: set[Plan] = set()
+        self._failed = set() if failed is None else failed
 
     def step(self, kind: MlaClass, module: Any, x: mx.array, mask: Any, cache: Any) -> Step | None:
         """How a call is to run; None, and a count, where the engine's own code is to. Never raises.
@@ -86,9 +100,12 @@ class Router:
     ) -> Any:
         """The attention module's answer, `[batch, q_len, hidden]`."""
 
-        def attend(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) -> mx.array:
-            out = self._routed(step, q, q_pe, latent, k_pe, module.scale)
-            return plain(q, q_pe, latent, k_pe, module.scale, mask) if out is None else out
+        def attend(q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) -> Any:
+            q, scale = module.embed_q(q_nope), getattr(module, kind.scale)
+            out = self._routed(step, q, q_pe, latent, k_pe, scale)
+            if out is None:
+                out = plain(q, q_pe, latent, k_pe, scale, mask)
+            return module.unembed_out(out)
 
         return forward(kind, module, x, query_scale, cache, attend)
 
@@ -124,28 +141,27 @@ class Router:
             return "more tokens than the indexer keeps"
         return span
 
+    @cached_property
+    def _policy(self) -> Policy:
+        from .. import policy  # not at import: it brings sqlite3 and the device probe
+
+        decides = self._given or policy.current()
+        return cast("Policy", Forced(decides)) if self.force else decides
+
     def _look_up(self, problem: Problem) -> Step:
-        (lengths, starts), q_len, heads, dtype, geometry = problem
+        (lengths, starts, window), q_len, heads, dtype, geometry = problem
         if dtype not in _DTYPES:
             return Step(problem, Decision(MLX, "gates", ""), f"dtype {dtype}")
         if geometry not in GEOMETRIES or heads > MAX_HEADS:
             return Step(problem, Decision(MLX, "gates", ""), f"{heads} heads of width {geometry}")
-        if self.policy is None:
-            from .. import policy  # not at import: it brings sqlite3 and the device probe
-
-            self.policy = policy.current()
+        if window is not None:  # a call for each query
+            q_len, (lengths, starts, _) = 1, problem.span.queries(q_len)[-1]
         padding = starts or (0,) * len(lengths)
         contexts = [end - start for start, end in zip(padding, lengths, strict=True)]
-        decision = self.policy.decide(
-            max(contexts),
-            effective_batch(contexts),
-            heads,
-            _DTYPES[dtype],
-            q_len,
-            geometry,
-            "dense",
-        )
-        self.stats.look_ups += 1
+        batch = effective_batch(contexts)
+        asked = (max(contexts), batch, heads, _DTYPES[dtype], q_len, geometry, self.layout)
+        decision = self._policy.decide(*asked)
+        self.stats.count_look_up(decision, *asked)
         stock = ""
         if decision.plan == MLX:
             stock = f"the plan is mlx ({decision.source})"
@@ -163,14 +179,12 @@ class Router:
         scale: float,
     ) -> mx.array | None:
         """The plan's answer; None, and a count, where it has none."""
-        (lengths, starts) = step.problem.span
-        if latent.shape[2] != lengths[0] or not q.dtype == latent.dtype == k_pe.dtype:
+        span = step.problem.span
+        if latent.shape[2] != span.lengths[0] or not q.dtype == latent.dtype == k_pe.dtype:
             self.stats.count_stock("a cache that holds other tokens or another dtype")
             return None
         try:
-            policy = cast("Policy", step)  # all that the operation asks of one
-            cache = DenseCache(latent, k_pe, lengths, starts)
-            out = mla_decode(q, q_pe, cache, scale=scale, policy=policy)
+            out = _decode(step, q, q_pe, latent, k_pe, scale)
         except Exception as error:  # no request is lost for a plan
             self._failed.add(step.decision.plan)
             self._step = None
@@ -184,14 +198,19 @@ class Router:
         return out
 
 
-def plain(
-    q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, scale: float, mask: Any
+def _decode(
+    step: Step, q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, scale: float
 ) -> mx.array:
-    """The same attention in MLX's own operations, under a mask of any kind."""
-    scores = (q_pe * scale) @ k_pe.swapaxes(-1, -2)
-    if isinstance(mask, str):
-        tokens, q_len = latent.shape[2], q.shape[2]
-        mask = mx.arange(tokens) <= mx.arange(tokens - q_len, tokens)[:, None]
-    if mask is not None:
-        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
-    return mx.fast.scaled_dot_product_attention(q, latent, latent, scale=scale, mask=scores)
+    """The operation by the step's plan; for each query by itself where a window cuts them."""
+    policy = cast("Policy", step)  # all that the operation asks of one
+
+    def run(q: mx.array, q_pe: mx.array, span: Span) -> mx.array:
+        cache = DenseCache(latent, k_pe, span.lengths, span.starts)
+        return mla_decode(q, q_pe, cache, scale=scale, policy=policy)
+
+    span, q_len = step.problem.span, step.problem.q_len
+    if span.window is None:
+        return run(q, q_pe, span)
+    each = enumerate(span.queries(q_len))
+    outs = [run(q[:, :, at : at + 1], q_pe[:, :, at : at + 1], one) for at, one in each]
+    return mx.concatenate(outs, axis=2)

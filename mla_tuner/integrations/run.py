@@ -1,53 +1,43 @@
-"""A command of mlx-lm with its decode routed: `python -m mla_tuner.integrations.run mlx_lm.server`.
-
-What follows the module's name are its own options. With MLA_TUNER=log the counts are printed on
-stderr when it ends.
-"""
+"""A command of mlx-lm with its decode routed: the body of `mla-tune run`."""
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
 from ..errors import TunerError
-from . import mlx_lm
-
-USAGE = "usage: python -m mla_tuner.integrations.run mlx_lm.server|mlx_lm.generate|... [OPTIONS]"
+from . import mlx_lm, switch
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str], *, absorb: bool = False) -> None:
     """Install, then run the module's `main` with these arguments as the command line.
 
+    absorb: as `mlx_lm.install` takes it.
+
     Raises:
-        TunerError: there is no such module, or it is no command. What the command itself raises,
-            SystemExit included, goes through.
+        TunerError: there is no such module, or it is no command, or MLA_TUNER is none of its
+            values. What the command itself raises, SystemExit included, goes through; an OSError
+            as its traceback and exit code 1, Ctrl-C as the exit code of a shell.
     """
-    if not arguments or not arguments[0].startswith("mlx_lm"):
-        raise TunerError(USAGE)
     name = arguments[0]
+    if name.split(".")[0] != "mlx_lm":
+        raise TunerError(f"{name} is no command of mlx-lm: mlx_lm.server, mlx_lm.generate, ..")
+    switch.mode()
     try:
         command = import_module(name).main
     except (ImportError, AttributeError) as error:
         raise TunerError(f"{name} is no command that can run here: {error}") from error
-    mlx_lm.install()
+    mlx_lm.install(absorb=absorb)
     before, sys.argv = sys.argv, list(arguments)
     try:
         command()
+    except OSError:  # a port in use, say, which `mla-tune` would take for output that can't leave
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     finally:
         sys.argv = before
-        if os.environ.get("MLA_TUNER", "").lower() == "log":
-            print(mlx_lm.stats(), file=sys.stderr)
-
-
-def main() -> None:
-    """`run` the command line; a known failure is one line."""
-    try:
-        run(sys.argv[1:])
-    except TunerError as error:
-        sys.exit(f"Error: {error}")
-
-
-if __name__ == "__main__":
-    main()
