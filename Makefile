@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -e '.[cpu,te
 KERNEL := $(BIN)/python -c 'import logging, sys; logging.disable(); from mla_tuner import backends; sys.exit(backends.get("cpu").available()[1] or None)'
 COMPILER := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 
-.PHONY: setup tune test lint types unit test-serving test-metal-full format sanitize check-macos bench-cpu replay clean
+.PHONY: setup tune test lint types unit test-serving test-share test-metal-full check format sanitize check-macos bench-cpu replay clean
 
 # A kernel that does not load (no compiler then, another MLX since) makes the last set-up out of date.
 setup:
@@ -45,9 +45,17 @@ unit: setup
 test-serving: setup
 	$(if $(COMPILER),MLA_TUNER_REQUIRE_NATIVE=1) $(BIN)/python -m pytest tests/test_serving*.py tests/test_integrations*.py $(ARGS)
 
+# The minutes of sharing: hostile tables, a server's 60 s under load, a fleet against one machine.
+test-share: setup
+	$(BIN)/python -m pytest -m slow tests/test_share*.py tests/test_server*.py tests/test_fleet*.py tests/test_html_report*.py $(ARGS)
+
 # The Metal texts under the emulator's checkers, with longer contexts and in two orders of threads.
 test-metal-full: setup
 	$(BIN)/python -m pytest -m slow tests/conformance/test_metal.py tests/test_metal_kernels.py $(ARGS)
+
+# The shared tables of tuning_db/: schema, legal plans, winners that follow from their evidence.
+check: setup
+	$(BIN)/mla-tune share check
 
 format: setup
 	$(BIN)/ruff check --fix .

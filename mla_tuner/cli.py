@@ -5,19 +5,20 @@ What a command needs is imported when it runs, so that `--help` and `plan` start
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import __version__
+from . import __version__, share_cli
 from . import device as devices
+from .console import database as _db
+from .console import show as _print
 from .device import MLX_VERSION, Device
-from .errors import StoreError, TunerError
+from .errors import TunerError
 from .options import (
     BESIDE_THE_DATABASE,
     GRID_LISTS,
@@ -39,10 +40,12 @@ from .options import (
     option,
     options,
     path_name,
+    printable,
     refuse_together,
     refuse_unused,
     refuse_without,
     shapes_of,
+    storage_option,
     wrapper_options,
 )
 from .parse import count, program, several
@@ -65,7 +68,7 @@ class Commands(click.Group):
     """Known failures become one line and exit code 1."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.obj = shlex.join([program(sys.argv[0]), *args])  # to say how a run is continued
+        ctx.obj = printable([program(sys.argv[0]), *args])  # to say how a run is continued
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -92,7 +95,7 @@ class Commands(click.Group):
     db_option,
     grid_options("1k,2k,4k,8k,16k,32k", "1,2,4,8", "16,128", 1 << 10),
     click.option("--force", is_flag=True, help="Time even where the machine is not fit for it."),
-    *(misses_option, json_option),
+    *(misses_option, storage_option, json_option),
 )
 @click.version_option(__version__)
 @click.pass_context
@@ -118,6 +121,7 @@ def _tune(
     as_json: bool | None,
     force: bool,
     from_misses: Path | None,
+    storage: str | None,
     **grid: Any,
 ) -> None:
     from . import answers, report, tuner
@@ -134,7 +138,12 @@ def _tune(
     here = _device(device)
     _note_missing_kernel(here)
     with Store(_db(db)) as store, report.Progress() as progress:
-        summary = tuner.tune(store, here, buckets, budget_s=budget, progress=progress, force=force)
+        tune: Callable[..., tuner.Summary] = tuner.tune
+        if storage is not None:
+            from . import fleet
+
+            tune = partial(fleet.tune, storage, note=progress.line)
+        summary = tune(store, here, buckets, budget_s=budget, progress=progress, force=force)
         rows = _winners(store, here, buckets)
     answer = answers.tune_answer(summary, rows, here, _db(db), again)
     _print(answer, report.tuned(answer), as_json)
@@ -307,6 +316,48 @@ def run(ctx: click.Context, absorb: bool) -> None:
     engine.run(ctx.args, absorb=absorb)
 
 
+def _file(name: str, text: str) -> Any:
+    return click.option(name, type=click.Path(dir_okay=False, path_type=Path), help=text)
+
+
+@main.command("report")
+@options(
+    _file("--html", "One page with charts, which works offline."),
+    _file("--md", "The same as tables in Markdown."),
+    _file("--table", "Read this shared table, not the database."),
+    click.option("--device", "key", metavar="KEY", help="Device to show.  [default: the only one]"),
+    *(db_option, json_option),
+)
+@click.pass_context
+def report_found(
+    ctx: click.Context,
+    /,
+    html: Path | None,
+    md: Path | None,
+    table: Path | None,
+    key: str | None,
+    db: Path | None,
+    as_json: bool | None,
+) -> None:
+    """Show what was measured on a device and what came of it, as a page or as Markdown.
+
+    Without --html and --md the Markdown goes to stdout.
+    """
+    from .html import findings, markdown, output, page
+    from .store import Store
+
+    refuse_together(ctx, "table", "db")
+    if table:
+        found = findings.of_table(table, key)
+    else:
+        with Store(_db(db), create=False) as store:
+            found = findings.of_store(store, key)
+    wanted = [(html, page.render), (md, markdown.render)]
+    files = [output.write(path, render(found)) for path, render in wanted if path]
+    text = map(str, files) if files else [markdown.render(found)]
+    _print(output.answer(found, files), text, as_json)
+
+
 @main.group()
 @click.pass_context
 def db(ctx: click.Context) -> None:
@@ -372,46 +423,7 @@ def db_freeze(device: str | None, out: Path | None, db: Path | None, as_json: bo
     _print({"path": str(out), "digest": digest, "rows": rows}, text, as_json)
 
 
-@main.group()
-@click.pass_context
-def share(ctx: click.Context) -> None:
-    """Tables that all devices of a chip family can use."""
-    refuse_unused(ctx)
-
-
-_folder_option = click.option(
-    "--folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("tuning_db"),
-    show_default=True,
-    help="Folder of the tables.",
-)
-
-
-@share.command("export")
-@options(_folder_option, db_option, json_option)
-def share_export(folder: Path, db: Path | None, as_json: bool | None) -> None:
-    """Write <family>.json for each family in the database, with its provenance."""
-    from . import share as tables
-    from .store import Store
-
-    with Store(_db(db), create=False) as store:
-        paths = [str(path) for path in tables.export(store, folder)]
-    _print({"files": paths}, paths, as_json)
-
-
-@share.command("check")
-@options(_folder_option, json_option)
-def share_check(folder: Path, as_json: bool | None) -> None:
-    """Validate all shared tables of a folder. Exit code 1 where one can't be relied on."""
-    from . import share as tables
-
-    files = sorted(set(folder.glob("*.json")) - {folder / tables.SCHEMA_NAME})
-    found = [fault for path in files for fault in tables.check(path)]
-    answer = {"files": [str(path) for path in files], "faults": found}
-    _print(answer, found or [f"{len(files)} checked, nothing is wrong"], as_json)
-    if found:
-        raise click.ClickException("a table can't be relied on: see above")
+main.add_command(share_cli.share)
 
 
 # --- inside ------------------------------------------------------------------------------------
@@ -432,15 +444,6 @@ def _note_missing_kernel(here: Device) -> None:
         click.echo(f"{reason}; only the mlx paths run", err=True)
 
 
-def _db(path: Path | None) -> Path:
-    from .table import default_path
-
-    try:
-        return path.expanduser() if path else default_path()
-    except RuntimeError as error:
-        raise StoreError(f"cannot use the database {path}: {error}") from error
-
-
 def _winners(store: Store, here: Device, buckets: Iterable[Bucket]) -> list[Row]:
     """Stored winners of these buckets that count for this kernel, MLX release and system."""
     from . import backends
@@ -448,15 +451,3 @@ def _winners(store: Store, here: Device, buckets: Iterable[Bucket]) -> list[Row]
     wanted, kernel = set(buckets), backends.get(here.backend).digest()
     rows = store.tuned(here, kernel, MLX_VERSION, devices.system_version())
     return [row for row in rows if row.bucket in wanted]
-
-
-def _print(answer: object, text: Iterable[Any], as_json: bool | None) -> None:
-    """The result on stdout, as JSON or as what `report` can show."""
-    if as_json:
-        from .answers import finite
-
-        click.echo(json.dumps(finite(answer), indent=2, allow_nan=False))
-    else:
-        from . import report
-
-        report.show(text)

@@ -23,6 +23,10 @@ class ShareError(TunerError):
     """A shared table cannot be written, or must not be."""
 
 
+class FleetError(TunerError):
+    """The storage of a fleet cannot be used, or belongs to other machines than this one."""
+
+
 class BusyError(TunerError):
     """Another process is tuning on this machine, or its state makes timings worthless."""
 

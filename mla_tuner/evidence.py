@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from math import comb, erfc, log, sqrt
+from math import erfc, log, sqrt
 from statistics import median
 
 from .candidates import MIN_GAIN
@@ -85,12 +85,12 @@ def median_interval(
     the time.
     """
     n = len(values)
-    outside, k = 0.0, 0
+    outside, k, ways, all_ways = 0.0, 0, 1, 1 << n  # of whole numbers: no float holds 2.0**1024
     while True:  # k-th smallest and largest stay inside while the tails beyond them are light
-        tail = outside + comb(n, k) / 2.0**n
+        tail = outside + ways / all_ways
         if 2 * tail > 1 - confidence:
             break
-        outside, k = tail, k + 1
+        outside, ways, k = tail, ways * (n - k) // (k + 1), k + 1
     if k == 0:
         return None
     ordered = sorted(values)

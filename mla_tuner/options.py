@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import shlex
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -157,9 +159,31 @@ wrapper_options = options(
 )
 
 
+storage_option = click.option(
+    "--storage",
+    metavar="URL",
+    help="Split the buckets with other machines of this kind: postgresql://user@host/database.",
+)
+
+
 def budget_option(default: str) -> Decorator:
     """How long a command may take."""
     return option("--budget", duration, "TIME", "Wall-clock time: 90s, 5m, 1h.", default)
+
+
+# A URL that holds a user's name at most.
+_OPEN_URL = re.compile(r"sqlite:///[^?]+|\w+://([\w.-]+@)?[\w.-]*(:[0-9]+)?(/[\w.-]*)?")
+
+
+def printable(command: Sequence[str]) -> str:
+    """A command that can be typed again, with no password in it: `URL` stands for one that may."""
+    shown = []
+    for before, text in zip(["", *command], command, strict=False):
+        name = "--storage=" if text.startswith("--storage=") else ""
+        storage = name or before == "--storage"
+        secret = storage and not _OPEN_URL.fullmatch(text.removeprefix(name))
+        shown.append(f"{name}URL" if secret else text)
+    return shlex.join(shown)
 
 
 # --- options that would be lost -----------------------------------------------------------------

@@ -12,7 +12,8 @@ from .shapes import MAX_PARTITIONS, pieces
 # `single`: one pass of our kernel. `split`: partitions of the context side by side, then a merge.
 PATHS = ("mlx", "mlx_rows", "mlx_fused", "single", "split")
 NATIVE_PATHS = ("single", "split")
-Source = Literal["caller", "off", "tuned", "fitted", "gates"]  # in the order of the look-up
+# In the order of the look-up.
+Source = Literal["caller", "off", "tuned", "fitted", "family", "gates"]
 
 
 @dataclass(frozen=True)

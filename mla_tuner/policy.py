@@ -1,8 +1,9 @@
 """The frozen look-up table of a serving process: a shape goes in, a decision comes out.
 
 The first step that answers wins: `off` (MLA_TUNER=off), `frozen` (the required table is not there),
-`tuned` (this device measured this bucket), `fitted` (between two tuned contexts), `gates`. Standard
-library only, and no file access after `Policy.load`.
+`tuned` (this device, or one just like it, measured this bucket), `fitted` (between two tuned
+contexts), `family` (another device of the chip family did), `gates`. Standard library only, and no
+file access after `Policy.load`.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import backends, fits, frozen, gates
+from . import backends, family, fits, frozen, gates
 from . import device as devices
 from .backends import Backend
 from .candidates import ASSUMED_CORES, law
 from .device import MLX_VERSION, Device
 from .errors import StoreError
+from .family import Donor
 from .fits import Speedups, Tuned
 from .frozen import Frozen
 from .plan import MLX, Decision, Plan
@@ -27,7 +29,7 @@ from .shapes import DEEPSEEK, MAX_BATCH, Bucket, Geometry, bucket_fields, bucket
 from .table import Row, default_path, read_rows
 
 MAX_CACHED = 65536  # decisions; more distinct buckets than any server sees
-STEPS = ("off", "frozen", "tuned", "fitted", "gates")  # after the caller's own plan
+STEPS = ("off", "frozen", "tuned", "fitted", "family", "gates")  # after the caller's own plan
 
 log = logging.getLogger("mla_tuner")
 
@@ -48,7 +50,9 @@ class Policy:
     off: True, or a reason, makes every decision `mlx`. frozen: digest of the table that `rows` were
     frozen in; with `off`, of the one that is required and not there. system: OS and driver, as
     `device.system_version` says. deterministic: look up as if the batch were 1, so that partitions
-    don't depend on it.
+    don't depend on it. shared: devices of the family, the nearest first, as `family.load` gives
+    them; rows of this very device and these versions count as if they were found here, where none
+    was.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Policy:
         mlx: str = MLX_VERSION,
         system: str | None = None,
         deterministic: bool = False,
+        shared: Sequence[Donor] = (),
     ) -> None:
         self.device = device
         self.off = "MLA_TUNER=off" if off is True else off or ""
@@ -76,7 +81,7 @@ class Policy:
         self._missing = "" if built else reason
         rows = tuple(rows)
         if system is None:  # on macOS it asks other programs: not for nothing
-            system = devices.system_version() if rows else ""
+            system = devices.system_version() if rows or shared else ""
         self._versions = (self._backend.digest(), mlx, system)
         for row in rows:
             if row.counts(*self._versions):
@@ -84,8 +89,9 @@ class Policy:
             else:
                 self._stale[row.bucket] = self._why_stale(row)
         for bucket, row in sorted(self._rows.items()):
-            tuned = Tuned(bucket, row.plan, _known(row), row.baseline)
-            self._families.setdefault(bucket._replace(context=0), []).append(tuned)
+            kin = self._families.setdefault(bucket._replace(context=0), [])
+            kin.append(family.tuned(row))
+        self._relatives = family.Relatives(shared, device, self._versions)
 
     @classmethod
     def load(
@@ -107,7 +113,8 @@ class Policy:
             return cls(device, off=True, deterministic=deterministic)
         digest = os.environ.get("MLA_TUNER_FROZEN", "")
         if not digest:
-            return cls(device, _winners(path, device), deterministic=deterministic)
+            shared = _shared(path, device)
+            return cls(device, _winners(path, device), deterministic=deterministic, shared=shared)
         table = _required(digest, path, device)
         return cls(
             *(device, table.rows),
@@ -117,7 +124,7 @@ class Policy:
         )
 
     def __len__(self) -> int:
-        """Tuned buckets that count here."""
+        """Buckets tuned here that count."""
         return len(self._rows)
 
     def decide(
@@ -176,7 +183,14 @@ class Policy:
     def _chain(self, bucket: Bucket, batch: int) -> Iterator[tuple[str, Decision | str]]:
         """What each step says, up to the first that gives a decision; the others say why not."""
         asks: tuple[Callable[[Bucket, int], Decision | str], ...]
-        asks = self._turned_off, self._unfrozen, self._tuned, self._fitted, self._gated
+        asks = (
+            self._turned_off,
+            self._unfrozen,
+            self._tuned,
+            self._fitted,
+            self._borrowed,
+            self._gated,
+        )
         for name, ask in zip(STEPS, asks, strict=True):
             answer = ask(bucket, batch)
             if not isinstance(answer, Decision):
@@ -200,16 +214,17 @@ class Policy:
         return "no frozen table is required"
 
     def _tuned(self, bucket: Bucket, batch: int) -> Decision | str:
-        row = self._rows.get(bucket)
+        row = self._row(bucket)
         if row is None:
             name = f"the bucket of context {bucket.context} and batch {bucket.batch}"
             return self._stale.get(bucket) or f"{name} is not tuned; {len(self)} others are"
         refusal = self._refusal(row.plan, bucket)
         if refusal:
             return refusal
-        if self._for_batch(row.plan, bucket, batch, _known(row)) != row.plan:
+        if self._for_batch(row.plan, bucket, batch, family.known(row)) != row.plan:
             return f"tuned at batch {bucket.batch} ({row.plan}), which batch {batch} would not fill"
-        when = f"{self._from_frozen()}tuned on this device {row.day}{self._not_compared(row)}"
+        where = self._where(bucket)
+        when = f"{self._from_frozen()}tuned on {where} {row.day}{self._not_compared(row)}"
         if row.stage == "refute":
             reason = f"{when}: the plan stored before failed `mla-tune verify`: run `mla-tune`"
         elif row.stays:
@@ -228,15 +243,14 @@ class Policy:
         if self.frozen:
             reason = f"{self._from_frozen()}no plan for this bucket, and nothing else decides"
             return Decision(MLX, "off", reason)
-        row = self._rows.get(bucket)
+        row = self._row(bucket)
         if row and not self._refusal(row.plan, bucket):
-            plan = self._for_batch(row.plan, bucket, batch, _known(row))
+            plan = self._for_batch(row.plan, bucket, batch, family.known(row))
             tuned = f"tuned at batch {bucket.batch} ({row.plan}){self._not_compared(row)}"
             return Decision(plan, "fitted", f"{self._from_frozen()}{tuned}, cut for batch {batch}")
         ends = self._neighbours(bucket)
         if ends is None:
-            family = self._families.get(bucket._replace(context=0), [])
-            contexts = ", ".join(str(each.bucket.context) for each in family)
+            contexts = ", ".join(str(each.bucket.context) for each in self._kin(bucket))
             where = f"only at contexts {contexts}" if contexts else "at no context"
             return f"these heads, batch and dtype are tuned {where}: nothing is extrapolated"
         plan = fits.between(bucket, *ends, self.device.cores)
@@ -244,25 +258,37 @@ class Policy:
         if refusal:
             return refusal
         below, above = (f"{end.bucket.context} ({end.plan})" for end in ends)
-        unknown = self._not_compared(*(self._rows[end.bucket] for end in ends))
+        unknown = self._not_compared(*filter(None, (self._row(end.bucket) for end in ends)))
         reason = f"{self._from_frozen()}between tuned contexts {below} and {above}{unknown}"
         reason += _why(plan, bucket, *ends)
         share = fits.share_of(bucket.context, *ends)
         speedups = fits.speedups_between(share, *ends)
         return Decision(self._for_batch(plan, bucket, batch, speedups), "fitted", reason)
 
+    def _borrowed(self, bucket: Bucket, batch: int) -> Decision | str:
+        """The plan of the nearest device of the family that has one which can run here."""
+        refused = ""
+        for offer in self._relatives.offers(bucket):
+            refusal = self._refusal(offer.plan, bucket)
+            if not refusal:
+                plan = self._for_batch(offer.plan, bucket, batch, offer.speedups)
+                change = "" if plan == offer.plan else f", cut for batch {batch} to {plan}"
+                return Decision(plan, "family", f"{offer.reason}{change}")
+            refused = refused or f"{refusal}; {offer.reason}"
+        return refused or self._relatives.none
+
     def _gated(self, bucket: Bucket, batch: int) -> Decision:
         plan, reason = gates.gate(bucket, self.device, self._backend)
-        row = self._rows.get(bucket)
+        row = self._row(bucket)
         refused = self._refusal(row.plan, bucket) if row else self._stale.get(bucket)
         return Decision(plan, "gates", f"{refused}; {reason}" if refused else reason)
 
     # --- numbers for `explain` ---------------------------------------------------------------
 
     def _details(self, step: str, bucket: Bucket) -> Iterator[str]:
-        if step == "tuned" and bucket in self._rows:
-            row = self._rows[bucket]
-            yield from _speedups("here", _known(row), row.baseline)
+        row = self._row(bucket) if step == "tuned" else None
+        if row:
+            yield from _speedups("here", family.known(row), row.baseline)
         elif step == "fitted":
             yield from self._fitted_details(bucket)
         elif step == "gates":
@@ -270,8 +296,8 @@ class Policy:
                 yield f"{check.name}: {'yes' if check.passed else 'no'}, {check.reason}"
 
     def _fitted_details(self, bucket: Bucket) -> Iterator[str]:
-        family = self._families.get(bucket._replace(context=0), [])
-        found = fits.threshold_of(family, self.device.cores)
+        kin = self._kin(bucket)
+        found = fits.threshold_of(kin, self.device.cores)
         ends = self._neighbours(bucket)
         if ends:
             for end in ends:
@@ -280,26 +306,37 @@ class Policy:
             share = fits.share_of(bucket.context, *ends)
             between = fits.speedups_between(share, *ends)
             yield from _speedups(f"at {bucket.context}", between, _over(*ends))
-        if family:
-            longest = family[-1].bucket.context
+        if kin:
+            longest = kin[-1].bucket.context
             for what, start in (("native", found.native_from), ("split", found.split_from)):
                 where = f"from {start}" if start else f"not even at {longest}, the longest tuned"
                 yield f"{what} wins {where}"
         if found.kappa and ends:
-            tile = next((each.plan.tile for each in family if each.plan.path == "split"), "")
+            tile = next((each.plan.tile for each in kin if each.plan.path == "split"), "")
             value = law(found.kappa, bucket, tile, self.device.cores or ASSUMED_CORES)
             yield f"the law's constant is {found.kappa:.3g}: {value:.3g} partitions"
 
     # --- inside ------------------------------------------------------------------------------
 
+    def _row(self, bucket: Bucket) -> Row | None:
+        """The own row of a bucket that counts, else one of a twin."""
+        own = self._rows.get(bucket)
+        return own or next((row for row, _ in self._relatives.twin_rows(bucket)), None)
+
+    def _where(self, bucket: Bucket) -> str:
+        if bucket in self._rows:
+            return "this device"
+        twin = next(twin for _, twin in self._relatives.twin_rows(bucket))
+        return f"another {twin.name} ({twin.origin})"
+
+    def _kin(self, bucket: Bucket) -> list[Tuned]:
+        """Tuned buckets that differ in context alone, ascending."""
+        own = self._families.get(bucket._replace(context=0), [])
+        return family.joined(own, self._relatives.twin_kin(bucket))
+
     def _neighbours(self, bucket: Bucket) -> tuple[Tuned, Tuned] | None:
         """The tuned buckets with the nearest contexts on both sides."""
-        family = self._families.get(bucket._replace(context=0), [])
-        above = next((i for i, each in enumerate(family) if each.bucket > bucket), 0)
-        below = above - 1
-        if above and family[below].bucket == bucket:  # tuned, but the back end refuses its plan
-            below -= 1
-        return (family[below], family[above]) if above and below >= 0 else None
+        return family.around(bucket, self._kin(bucket))
 
     def _why_stale(self, row: Row) -> str:
         """Why a row doesn't count; "" where the kernel is missing, which every decision says."""
@@ -332,10 +369,6 @@ class Policy:
         return self._backend.refusal(plan, bucket.shape) if plan.native else None
 
 
-def _known(row: Row) -> Speedups:
-    return Speedups(row.single_speedup, row.split_speedup)
-
-
 def _why(plan: Plan, bucket: Bucket, lower: Tuned, upper: Tuned) -> str:
     """What chose between two ends that differ."""
     if lower.plan.path == upper.plan.path:
@@ -365,6 +398,14 @@ def _winners(path: str | Path | None, device: Device) -> list[Row]:
     except StoreError as error:
         log.warning("%s: the gates decide", error)
         return []
+
+
+def _shared(path: str | Path | None, device: Device) -> list[Donor]:
+    try:
+        database = Path(path or default_path())
+    except StoreError:
+        database = Path()  # `_winners` says why
+    return family.load(device, backends.get(device.backend).digest(), database)
 
 
 def _required(digest: str, path: str | Path | None, device: Device) -> Frozen:

@@ -18,7 +18,7 @@ from typing import Any
 
 from sqlite_utils import Database, Migrations
 
-from . import schema
+from . import schema, share_rows
 from .device import Device
 from .errors import StoreError
 from .evidence import Measurement, best_speedup, refuted, verdict
@@ -142,8 +142,11 @@ class Store:
         software: Mapping[str, str],
         options: Mapping[str, object] | None = None,
         conditions: Mapping[str, object] | None = None,
+        started: str = "",
     ) -> int:
         """Note who measures, where and in what state; the id that evidence is recorded under.
+
+        started: ISO time of a run that another machine made; now by default.
 
         `kernel` (the kernels' digest), `software["mlx"]` and, where known, `software["system"]`
         decide later which winners still count.
@@ -153,7 +156,7 @@ class Store:
             db.table("device").upsert({"key": device.key, **row}, pk="key")
             run = {
                 "device": device.key,
-                "started": _now(),
+                "started": started or _now(),
                 "kernel": kernel,
                 "mlx": software["mlx"],
                 "software": to_json(software),
@@ -171,20 +174,21 @@ class Store:
         duel: Sequence[Measurement] = (),
         *,
         refutes: bool = False,
+        at: str = "",
     ) -> Row | None:
         """Add a bucket's evidence; with a duel also its winner and thresholds, all or nothing.
 
         search: all candidates; duel: the baseline, then the finalist, with fresh samples. Without a
         verdict (the budget ended, or the baseline failed) both are stored as "cut" and change no
         winner. refutes: the duel showed its last plan, which was stored, to be wrong or slower than
-        the baseline, which wins then.
+        the baseline, which wins then. at: ISO time when another machine measured; now by default.
 
         Returns the winner, or None.
         """
         decides = "refute" if refutes else "duel" if verdict(duel) else "cut"
         stages = [("cut" if decides == "cut" else "search", search), (decides, duel)]
         evidence = [
-            {"run": run, "at": _now(), "stage": stage, **evidence_row(bucket, measurement)}
+            {"run": run, "at": at or _now(), "stage": stage, **evidence_row(bucket, measurement)}
             for stage, measurements in stages
             for measurement in measurements
         ]
@@ -209,7 +213,7 @@ class Store:
         columns = ", ".join(("run", *BUCKET_COLUMNS))
         decided = self._db.execute(
             f"SELECT DISTINCT {columns} FROM measurement WHERE stage IN ('duel', 'refute') "
-            f"ORDER BY {columns}"  # later runs replace what earlier ones found
+            f"AND run >= 0 ORDER BY {columns}"  # later runs replace what earlier ones found
         ).fetchall()
         families = {}
         for run, *fields in decided:
@@ -218,6 +222,8 @@ class Store:
                 families[self._identity(run)[:4], bucket._replace(context=0)] = run, bucket
         for run, bucket in families.values():
             self._derive_threshold(run, bucket)
+        with self._sound(_MEND):
+            share_rows.derive(self._db.conn)
 
     # --- reading -----------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import reprlib
 import sqlite3
 import stat
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -94,21 +94,57 @@ def default_path() -> Path:
 
 
 def read_rows(path: Path, device: Device) -> list[Row]:
-    """Every stored winner of a device, of all versions, in the order they were found in.
+    """Every winner that was found here for a device, of all versions, in the order they were found
+    in.
 
     Empty, with one log line, where the file can't be used.
     """
     try:
-        kind = FILE_KINDS.get(stat.S_IFMT(path.stat().st_mode))
-        if kind:
-            raise ValueError(f"it is {kind}")
-        with closing(open_read_only(path)) as connection:
+        with closing(_opened(path)) as connection:
             return _select(connection, device.key)
     except (FileNotFoundError, NotADirectoryError):
         log.warning("no tuning table at %s: run `mla-tune`; the gates decide", path)
     except (sqlite3.Error, OSError, ValueError) as error:
         log.warning("tuning table %s is not used (%s): the gates decide", path, error)
     return []
+
+
+def read_imported(
+    path: Path, family: str, kernel: str
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Winners of imported runs of a chip family with one kernel: the device's key, name, cores,
+    memory, and the versions; then the values of `ROW_COLUMNS`, which nobody checked.
+
+    Empty where the file can't be used: `read_rows` says why.
+    """
+    columns = ", ".join(f"plan.{name}" for name in ROW_COLUMNS)
+    try:
+        with closing(_opened(path)) as connection:
+            found = connection.execute(
+                f"SELECT key, name, cores, memory_gb, plan.kernel, plan.mlx, system, {columns} "
+                "FROM plan JOIN device ON key = device "
+                "WHERE run < 0 AND family = ? AND plan.kernel = ?",
+                [family, kernel],
+            )
+            return [(row[:7], row[7:]) for row in found]
+    except (sqlite3.Error, OSError, ValueError):
+        return []
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """Raises ValueError, OSError or sqlite3.Error: it is no table of this version."""
+    kind = FILE_KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    if kind:
+        raise ValueError(f"it is {kind}")
+    connection = open_read_only(path)
+    try:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version != SCHEMA_VERSION:
+            raise ValueError(_other_schema(version))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 FILE_KINDS = {
@@ -138,12 +174,9 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 
 
 def _select(connection: sqlite3.Connection, device_key: str) -> list[Row]:
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version != SCHEMA_VERSION:
-        raise ValueError(_other_schema(version))
     columns = ", ".join(ROW_COLUMNS)
     found = connection.execute(
-        f"SELECT {columns} FROM plan WHERE device = ? ORDER BY run", [device_key]
+        f"SELECT {columns} FROM plan WHERE device = ? AND run >= 0 ORDER BY run", [device_key]
     )
     return [checked_row(values) for values in found]
 
@@ -188,7 +221,7 @@ def _is_baseline(value: object) -> bool:
 
 
 def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value < math.inf
+    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
 
 
 def _is_amount_or_null(value: object) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, replace
-from itertools import product
+from itertools import count, product
 
 from . import backends, recheck
 from . import device as devices
@@ -77,13 +77,17 @@ class BucketTuned:
 
 @dataclass(frozen=True)
 class BucketSkipped:
-    """No winner was stored; the reason says why."""
+    """No winner was stored; the reason says why: there was no time, or the baseline failed."""
 
     bucket: Bucket
     reason: str
+    failed: bool = False
 
 
-Event = RunStarted | Waiting | BucketStarted | CandidateMeasured | BucketTuned | BucketSkipped
+Outcome = BucketTuned | BucketSkipped
+Event = RunStarted | Waiting | BucketStarted | CandidateMeasured | Outcome
+Work = Callable[[Bucket], Outcome]  # tunes a bucket, if the budget allows it
+Clock = Callable[[], float]  # seconds that the budget has left
 
 
 @dataclass
@@ -133,6 +137,12 @@ def default_buckets(
     return sorted(buckets, key=place)
 
 
+def in_turn(buckets: Sequence[Bucket], work: Work, left: Clock) -> None:
+    """All buckets, one after the other."""
+    for bucket in buckets:
+        work(bucket)
+
+
 def tune(
     store: Store,
     device: Device,
@@ -143,6 +153,7 @@ def tune(
     runners: Runners | None = None,
     seed: int = 0,
     force: bool = False,
+    dispatch: Callable[[Sequence[Bucket], Work, Clock], None] = in_turn,
 ) -> Summary:
     """Measure and store the winner of each bucket in turn, as far as the budget goes.
 
@@ -152,7 +163,7 @@ def tune(
     loses the bucket in flight only.
 
     runners: makes what is measured; the device itself by default, and then the machine must be in
-    a state fit for timing. force: it need not.
+    a state fit for timing. force: it need not. dispatch: has those buckets tuned that it chooses.
 
     Raises:
         BudgetError: the budget ended before a single bucket was finished; its evidence is kept.
@@ -176,7 +187,7 @@ def tune(
 
         run = _Run(store, device, made, seed, tell)
         options = {"budget_s": budget_s, "seed": seed, "force": force}
-        run.tune(list(dict.fromkeys(buckets)), budget_s, options, state)
+        run.tune(list(dict.fromkeys(buckets)), budget_s, options, state, dispatch)
         run.summary.compiled = live.compiled() if live else []
     summary = run.summary
     if summary.not_reached and not (summary.tuned or summary.skipped_known or summary.failed):
@@ -213,12 +224,13 @@ class _Run:
         budget_s: float,
         options: Mapping[str, object],
         state: Callable[[], Mapping[str, object]],
+        dispatch: Callable[[Sequence[Bucket], Work, Clock], None],
     ) -> None:
         """`state` gives the conditions for the record, or refuses them."""
         started = self.runners.now()
         deadline = started + budget_s
-        count = self.store.tuned(self.device, *astuple(self.versions))
-        known = {row.bucket: row for row in count}
+        counting = self.store.tuned(self.device, *astuple(self.versions))
+        known = {row.bucket: row for row in counting}
         self.summary.skipped_known = [bucket for bucket in buckets if bucket in known]
         wanted = [bucket for bucket in buckets if bucket not in known]
         days = tuple(known[bucket].day for bucket in self.summary.skipped_known)
@@ -233,22 +245,29 @@ class _Run:
             conditions=state(),
         )
         before = {row.bucket: row for row in recheck.stale(self.store, self.device, self.versions)}
-        for number, bucket in enumerate(wanted, 1):
-            left, old = deadline - self.runners.now(), before.get(bucket)
-            estimate = self._estimate(bucket, old) if left > 0 else 0.0
-            if left <= 0:
-                self._pass_over(bucket, "the budget was used up")
-            elif estimate > left:
-                self._pass_over(bucket, f"needs about {estimate:.0f} s, {left:.0f} s are left")
-            else:
-                self.tell(BucketStarted(bucket, number, len(wanted), estimate))
-                self._bucket(run, bucket, old, deadline)
+        numbers = count(1)
+
+        def left() -> float:
+            return deadline - self.runners.now()
+
+        def work(bucket: Bucket) -> Outcome:
+            number, old, left_s = next(numbers), before.get(bucket), left()
+            estimate = self._estimate(bucket, old) if left_s > 0 else 0.0
+            if left_s <= 0:
+                return self._pass_over(bucket, "the budget was used up")
+            if estimate > left_s:
+                reason = f"needs about {estimate:.0f} s, {left_s:.0f} s are left"
+                return self._pass_over(bucket, reason)
+            self.tell(BucketStarted(bucket, number, len(wanted), estimate))
+            return self._bucket(run, bucket, old, deadline)
+
+        dispatch(wanted, work, left)
         self.summary.seconds = self.runners.now() - started
 
     def _estimate(self, bucket: Bucket, old: Row | None) -> float:
         return recheck.seconds(old) if old else self.costs.estimate(bucket.shape)
 
-    def _bucket(self, run: int, bucket: Bucket, old: Row | None, deadline: float) -> None:
+    def _bucket(self, run: int, bucket: Bucket, old: Row | None, deadline: float) -> Outcome:
         started = self.runners.now()
         row = self._revalidated(run, old, deadline) if old else None
         failure = None
@@ -259,11 +278,12 @@ class _Run:
                 self.costs.add(bucket.shape, self.runners.now() - search_started)
         if row:
             self.summary.tuned.append(row)
-            self.tell(BucketTuned(bucket, row, self.runners.now() - started))
-        elif failure:
-            self._fail(bucket, failure)
-        else:
-            self._pass_over(bucket, "the budget ended before its verdict")
+            tuned = BucketTuned(bucket, row, self.runners.now() - started)
+            self.tell(tuned)
+            return tuned
+        if failure:
+            return self._fail(bucket, failure)
+        return self._pass_over(bucket, "the budget ended before its verdict")
 
     def _revalidated(self, run: int, old: Row, deadline: float) -> Row | None:
         """The winner of other versions, if it still wins; None: it must be found anew."""
@@ -297,7 +317,7 @@ class _Run:
         failed = default.status in FAILED or default.late
         return row, default if failed else next((m for m in untimed if m.late), None)
 
-    def _fail(self, bucket: Bucket, default: Measurement) -> None:
+    def _fail(self, bucket: Bucket, default: Measurement) -> BucketSkipped:
         """The baseline failed, and is stored so. The next bucket may do, unless nothing does any
         more.
 
@@ -306,12 +326,14 @@ class _Run:
         """
         reason = f"{default.plan} itself failed: {default.message}"
         self.summary.failed.append((bucket, reason))
-        self.tell(BucketSkipped(bucket, reason))
+        skipped = BucketSkipped(bucket, reason, failed=True)
+        self.tell(skipped)
         cause = self._death() if default.status == "error" else None
         if cause:
             raise DeviceError(
                 f"{self.device.key} stopped working ({cause}); finished buckets are stored"
             )
+        return skipped
 
     def _death(self) -> str | None:
         """Why not even a tiny call of `mlx` works on the device, in a process that has nothing to
@@ -324,9 +346,11 @@ class _Run:
             return one_line(error)
         return None if math.isfinite(seconds) and seconds > 0 else f"the clock gave {seconds} s"
 
-    def _pass_over(self, bucket: Bucket, reason: str) -> None:
+    def _pass_over(self, bucket: Bucket, reason: str) -> BucketSkipped:
         self.summary.not_reached.append((bucket, reason))
-        self.tell(BucketSkipped(bucket, reason))
+        skipped = BucketSkipped(bucket, reason)
+        self.tell(skipped)
+        return skipped
 
     def _search(
         self, bucket: Bucket, deadline: float

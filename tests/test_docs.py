@@ -43,6 +43,8 @@ def test_commands_have_help_and_are_documented(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_options_have_help_and_are_documented(name: str) -> None:
     for param in COMMANDS[name].params:
+        if isinstance(param, click.Argument):  # it stands in the line of usage
+            continue
         assert isinstance(param, click.Option)
         assert param.help, param.opts
         assert param.opts[-1] in CONFIGURATION, param.opts

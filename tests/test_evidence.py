@@ -41,6 +41,7 @@ def test_an_interval_needs_six_values() -> None:
     assert median_interval([1.0] * (MIN_ROUNDS - 1)) is None
     assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (1.0, 6.0)
     assert median_interval(list(range(21))) == (5, 15)  # type: ignore[arg-type]
+    assert median_interval(list(range(5000))) == (2430, 2569)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n", [6, 7, 8, 12, 21, 40])

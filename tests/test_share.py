@@ -12,60 +12,36 @@ from typing import Any
 
 import pytest
 from commands import answer, error, run
+from share_tables import (
+    H200,
+    OPTIONS,
+    SOFTWARE,
+    SPLIT,
+    duel,
+    fill,
+    start,
+    table,
+)
 
 from mla_tuner import share
 from mla_tuner.device import Device
 from mla_tuner.errors import ShareError
-from mla_tuner.evidence import Measurement
-from mla_tuner.plan import MLX, Plan
+from mla_tuner.plan import MLX
 from mla_tuner.shapes import Bucket, Shape
+from mla_tuner.share_format import (
+    SharedBest,
+    SharedBucket,
+    SharedDevice,
+    SharedEntry,
+    SharedRun,
+    SharedTable,
+    SharedThreshold,
+)
 from mla_tuner.store import Store
 
 FOLDER = Path(__file__).parent.parent / "tuning_db"
 FILES = sorted(path for path in FOLDER.glob("*.json") if path.name != share.SCHEMA_NAME)
-H200 = Device("cuda", "sm_90", "nvidia-sm90", 132, 140, "NVIDIA H200", 60 << 20)
-SOFTWARE = {
-    "mla_tuner": "0.1.0",
-    "mlx": "0.32.4",
-    "driver": "580.1",
-    "os": "Ubuntu 24.04",
-    "kernel": "6.1-somebody",
-    "system": "Ubuntu 24.04, driver 580.1",
-}
-OPTIONS = {"budget_s": 300.0, "seed": 0, "force": False, "buckets": 3}
-SPLIT, SINGLE = Plan("split", 40, "r16"), Plan("single", 1, "r64w")
-
-
-def duel(shape: Shape, plan: Plan, ratio: float = 3.0) -> list[Measurement]:
-    def timed(plan: Plan, us: float, ratio: float) -> Measurement:
-        interval = (ratio * 0.99, ratio * 1.01) if plan != MLX else (1.0, 1.0)
-        times = (us, us, us, ratio, *interval, (us,) * 19)
-        return Measurement(shape, plan, "ok", "", 1e-3, 19, *times, executed=plan)
-
-    found = [timed(MLX, 123.456789, 1.0)]
-    return found if plan == MLX else [*found, timed(plan, 123.456789 / ratio, ratio)]
-
-
-def fill(path: Path, device: Device = H200, kernel: str = "0123456789abcdef") -> Store:
-    store = Store(path)
-    state = {"user": "somebody", "clock": "gpu"}
-    versions = {"kernel": kernel, "software": SOFTWARE, "options": {**OPTIONS, "db": "/data/x"}}
-    run = store.start_run(device, **versions, conditions=state)  # type: ignore[arg-type]
-    for shape, plan in (
-        (Shape(32768, 1, 16), SPLIT),
-        (Shape(1024, 1, 16), MLX),
-        (Shape(8192, 1, 128), SINGLE),
-    ):
-        found = duel(shape, plan)
-        store.record(run, shape.bucket, found, found)
-    return store
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    with fill(tmp_path / "t.db") as store:
-        (path,) = share.export(store, tmp_path / "out")
-    return path
+__all__ = ["table"]  # the fixture
 
 
 # --- export --------------------------------------------------------------------------------------
@@ -74,7 +50,7 @@ def table(tmp_path: Path) -> Path:
 def test_an_export_holds_winners_with_their_provenance(table: Path) -> None:
     assert table.name == "nvidia-sm90.json"
     data = json.loads(table.read_text())
-    assert (data["version"], data["family"]) == (1, "nvidia-sm90")
+    assert (data["version"], data["family"]) == (2, "nvidia-sm90")
     (device,) = data["devices"]
     assert (device["key"], device["name"]) == ("cuda/sm_90/132c/140gb", "NVIDIA H200")
     assert (device["cores"], device["memory_gb"]) == (132, 140)
@@ -86,11 +62,15 @@ def test_an_export_holds_winners_with_their_provenance(table: Path) -> None:
     first, _, last = device["buckets"]
     assert [first["context"], first["path"], first["speedup"]] == [1024, "mlx", 1.0]
     assert [last["context"], last["partitions"], last["tile"]] == [32768, 40, "r16"]
-    assert (last["median_us"], last["rounds"]) == (41.15, 19)
-    assert (last["baseline"], last["baseline_us"]) == ("mlx", 123.5)
-    assert (last["speedup_low"], last["speedup_high"]) == (2.97, 3.03)
+    assert (last["median_us"], last["rounds"]) == (41.09, 19)
+    assert (last["baseline"], last["baseline_us"]) == ("mlx", 123.4)
+    assert (last["speedup_low"], last["speedup_high"]) == (2.997, 3.003)
     assert last["split_speedup"] == 3.0
     assert [each["split_from"] for each in device["thresholds"] if each["heads"] == 16]
+    (entry,) = last["evidence"]
+    assert (entry["run"], entry["baseline"], entry["failed"]) == (run["id"], "mlx", "")
+    assert len(entry["samples_us"]) == len(entry["baseline_samples_us"]) == 19
+    assert entry["best"] == [{"path": "split", "partitions": 40, "tile": "r16", "speedup": 3.0}]
 
 
 def test_nothing_in_it_tells_whose_machine_it_was(table: Path) -> None:
@@ -99,10 +79,12 @@ def test_nothing_in_it_tells_whose_machine_it_was(table: Path) -> None:
     assert "/data" not in text
 
 
-def test_a_line_is_a_bucket(table: Path) -> None:
-    lines = [line for line in table.read_text().splitlines() if '"context"' in line]
-    assert len(lines) == 3
-    assert all(json.loads(line.rstrip(",")) for line in lines)
+def test_a_line_is_a_bucket_or_an_entry(table: Path) -> None:
+    lines = table.read_text().splitlines()
+    buckets = [line for line in lines if line.startswith('   {"context": ')]
+    entries = [line for line in lines if line.startswith('    {"run": ')]
+    assert len(buckets) == len(entries) == 3
+    assert all(json.loads(line + "]}") for line in buckets)
 
 
 def test_an_export_passes_its_own_check_and_is_always_the_same(table: Path, tmp_path: Path) -> None:
@@ -137,20 +119,15 @@ def test_devices_of_a_family_share_a_file_and_families_do_not(tmp_path: Path) ->
     assert names == ["apple-m4.json", "nvidia-sm90.json"]
 
 
-def test_a_refuted_winner_is_left_out(tmp_path: Path) -> None:
+def test_a_refuted_winner_speaks_against_its_plan(tmp_path: Path) -> None:
     with fill(tmp_path / "t.db") as store:
-        run = store.start_run(
-            H200,
-            kernel="0123456789abcdef",
-            software=SOFTWARE,
-            options={"command": "verify"},
-            conditions={"clock": "gpu"},
-        )
+        run = start(store, command="verify")
         shape = Shape(32768, 1, 16)
         store.record(run, shape.bucket, (), duel(shape, SPLIT, 0.5), refutes=True)
         (path,) = share.export(store, tmp_path)
     (device,) = json.loads(path.read_text())["devices"]
-    assert [each["context"] for each in device["buckets"]] == [1024, 8192]
+    last = device["buckets"][-1]
+    assert (last["context"], last["path"], len(last["evidence"])) == (32768, "mlx", 2)
     assert share.check(path) == []
 
 
@@ -224,16 +201,16 @@ def faults_of(table: Path, data: dict[str, Any]) -> list[str]:
         ({"context": 33000}, "no bucket"),
         ({"partitions": 255}, "pieces"),
         ({"speedup_low": 1.01}, "the interval begins at 1.01: it must clear 1.02"),
-        ({"speedup_low": None}, "outside of its interval"),
-        ({"speedup": 4.0}, "outside of its interval"),
+        ({"speedup_low": None}, "the interval begins at None"),
+        ({"speedup": 4.0}, "speedup: it is 4.0, the evidence makes it 3.0"),
         ({"speedup": float("nan")}, "finite number"),
         ({"median_us": -1.0}, "greater than 0"),
-        ({"rounds": 5}, "5 rounds are too few"),
-        ({"day": "2026-13-45"}, "is no day"),
-        ({"day": "2020-01-01"}, "before the first run"),
-        ({"baseline": "single"}, "none of MLX's paths"),
+        ({"rounds": 5}, "rounds: it is 5, the evidence makes it 19"),
+        ({"day": "2020-01-01"}, "day: it is 2020-01-01, the evidence makes it 2"),
+        ({"baseline": "single"}, "baseline: it is single, the evidence makes it mlx"),
+        ({"evidence": []}, "evidence: Tuple should have at least 1 item"),
         ({"note": "mine"}, "Extra inputs are not permitted"),
-        ({"path": "mlx", "partitions": 1, "tile": ""}, "mlx is not faster than itself"),
+        ({"path": "mlx", "partitions": 1, "tile": ""}, "path: it is mlx, the evidence makes it"),
     ],
 )
 def test_a_bucket_that_lies_is_found(table: Path, values: dict[str, Any], fault: str) -> None:
@@ -241,6 +218,34 @@ def test_a_bucket_that_lies_is_found(table: Path, values: dict[str, Any], fault:
     assert found
     assert all(line.startswith("nvidia-sm90.json: ") for line in found)
     assert fault in " ".join(found)
+    assert ": devices.0.buckets.2." in found[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"run": "f" * 16}, "run: ffffffffffffffff is none of the device's runs"),
+        ({"run": "../../etc"}, "run: String should match pattern"),
+        ({"day": "2026-13-45"}, "day: 2026-13-45 is no day"),
+        ({"day": "2020-01-01"}, "day: 2020-01-01 is before its run"),
+        ({"partitions": 300}, "partitions: [Plan] expected partitions in 2..256"),
+        ({"partitions": 255}, "partitions: context 32768 is not cut in so many pieces"),
+        ({"samples_us": [1.0, "2"]}, "samples_us.1: Input should be a valid number"),
+        ({"samples_us": [1e300]}, "samples_us.0: Input should be less than"),
+        ({"samples_us": [1.0] * 5000}, "samples_us: Tuple should have at most 4096 items"),
+        ({"baseline_samples_us": []}, "samples_us without baseline_samples_us"),
+        ({"failed": "error"}, "samples_us of a plan that failed"),
+        ({"failed": "slow"}, "failed: Input should be"),
+        ({"baseline": "split"}, "baseline: Input should be"),
+        ({"best": [{}]}, "best.0.path: Field required"),
+    ],
+)
+def test_an_entry_that_lies_is_found(table: Path, values: dict[str, Any], fault: str) -> None:
+    data = json.loads(table.read_text())
+    data["devices"][0]["buckets"][-1]["evidence"][0].update(values)
+    found = faults_of(table, data)
+    assert ": devices.0.buckets.2.evidence.0" in found[0]
+    assert fault in found[0]
 
 
 @pytest.mark.parametrize(
@@ -264,16 +269,26 @@ def test_a_device_that_lies_is_found(table: Path, field: str, value: Any, fault:
     assert fault in " ".join(faults_of(table, data))
 
 
-def test_provenance_is_needed(table: Path) -> None:
+def test_provenance_is_needed_and_can_not_be_changed(table: Path) -> None:
     data = json.loads(table.read_text())
-    del data["devices"][0]["runs"][0]["software"]["mlx"]
-    assert "lacks mlx" in " ".join(faults_of(table, data))
+    run = data["devices"][0]["runs"][0]
+    run["day"] = "2020-01-01"
+    assert "devices.0.runs.0.id: " in faults_of(table, data)[0]
+    assert "is not the digest of what it says" in faults_of(table, data)[0]
+    del run["software"]["mlx"]
+    assert "devices.0.runs.0: it lacks mlx" in " ".join(faults_of(table, data))
+
+
+def test_thresholds_follow_from_the_winners(table: Path) -> None:
+    data = json.loads(table.read_text())
+    data["devices"][0]["thresholds"][0]["split_from"] = 5
+    assert "devices.0.thresholds: they are not what the winners make" in faults_of(table, data)[0]
 
 
 def test_order_and_layout_are_fixed(table: Path) -> None:
     data = json.loads(table.read_text())
     data["devices"][0]["buckets"].reverse()
-    assert "buckets are not in order" in " ".join(faults_of(table, data))
+    assert "buckets: they are not in order" in " ".join(faults_of(table, data))
     data["devices"][0]["buckets"][-1] = data["devices"][0]["buckets"][0]
     assert "there twice" in " ".join(faults_of(table, data))
     data["devices"] *= 2
@@ -300,7 +315,10 @@ def test_a_file_is_named_after_its_family(table: Path) -> None:
         (b"[" * 100_000, "not JSON"),
         (b"\xff\xfe", "not UTF-8 text"),
         (b"[]", "the file: Input should be"),
-        (b'{"version": 2}', "version: Input should be 1"),
+        (b'{"version": 2}', "family: Field required"),
+        (b'{"version": 1}', "version: it is 1, this reads 2: export it again"),
+        (b'{"version": 3}', "version: it is 3, this reads 2: that takes a newer mla-tuner"),
+        (b'{"version": "2"}', "version: Input should be 2"),
     ],
 )
 def test_what_is_no_table_is_said(table: Path, data: bytes, fault: str) -> None:
@@ -326,8 +344,8 @@ def test_every_table_of_the_repository_can_be_relied_on(path: Path) -> None:
 
 def test_the_readme_names_every_field() -> None:
     text = (FOLDER / "README.md").read_text()
-    models = (share.SharedTable, share.SharedDevice, share.SharedRun)
-    for model in (*models, share.SharedBucket, share.SharedThreshold):
+    models = (SharedTable, SharedDevice, SharedRun, SharedBucket, SharedEntry, SharedBest)
+    for model in (*models, SharedThreshold):
         for name in model.model_fields:
             assert re.search(rf"`{name}`", text), name
 

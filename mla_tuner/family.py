@@ -1,0 +1,326 @@
+"""What other devices of this chip family were tuned to: the table that is installed with the
+package, and what was imported into the database. Standard library only.
+
+A table may hold tens of thousands of buckets and a server asks for few of them: a bucket's line is
+found by its first fields, and read and checked when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple
+
+from . import fits
+from .candidates import MIN_GAIN, NEARLY_AS_FULL, busy, law, row_groups
+from .device import Device
+from .fits import Speedups, Tuned
+from .plan import Plan
+from .shapes import MAX_PARTITIONS, Bucket, pieces
+from .table import FILE_KINDS, ROW_COLUMNS, Row, checked_row, read_imported
+
+_PACKAGE = Path(__file__).parent
+FOLDERS = (_PACKAGE / "tuning_db", _PACKAGE.parent / "tuning_db")  # installed; in the source tree
+VERSION = 2  # of the tables' format
+MAX_BYTES = 64 << 20  # a bucket with one run's evidence takes 900 bytes
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*", re.ASCII)
+_BUCKET, _ENTRY, _DEVICE = '   {"context": ', '    {"run": ', " {"  # how lines begin
+_CONTEXT_DIGITS = 12  # more are no context
+_SCALED_WITHIN = 1.3  # of the law's count: as far as fuller waves may move it
+
+log = logging.getLogger("mla_tuner")
+
+
+@dataclass(frozen=True)
+class Donor:
+    """A device with the versions that it was tuned with, and its winners.
+
+    `origin` says where they come from. `kinds` holds rows by their kind (a bucket's fields without
+    the context), then by context: lines of a table, or values of `ROW_COLUMNS`.
+    """
+
+    key: str
+    name: str
+    cores: int | None
+    memory_gb: int
+    kernel: str
+    mlx: str
+    system: str
+    origin: str
+    kinds: Mapping[tuple[Any, ...], Mapping[int, str | Sequence[Any]]] = field(repr=False)
+
+    @property
+    def identity(self) -> tuple[str, str, str, str]:
+        """Key, kernel, MLX and system."""
+        return self.key, self.kernel, self.mlx, self.system
+
+    def row(self, bucket: Bucket) -> Row | None:
+        """The winner of a bucket; None, with a log line, where it is not as it must be."""
+        raw = self.kinds.get(bucket[1:], {}).get(bucket.context)
+        return None if raw is None else self._checked(raw, bucket)
+
+    def rows(self, bucket: Bucket) -> list[Row]:
+        """Those of all contexts of a bucket's kind, ascending."""
+        found = self.kinds.get(bucket[1:], {})
+        checked = (self._checked(found[n], bucket._replace(context=n)) for n in sorted(found))
+        return [row for row in checked if row is not None]
+
+    def _checked(self, raw: str | Sequence[Any], bucket: Bucket) -> Row | None:
+        try:
+            row = checked_row(self._values(raw) if isinstance(raw, str) else raw)
+            if row.bucket != bucket:
+                raise ValueError(f"expected {bucket}; got {row.bucket}")
+            if not row.stays and (row.speedup_low is None or row.speedup_low < MIN_GAIN):
+                raise ValueError(f"expected column speedup_low of {MIN_GAIN} or more")
+            return row
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            log.warning("%s: a bucket of %s is left out: %.200s", self.origin, self.key, error)
+            return None
+
+    def _values(self, line: str) -> list[Any]:
+        """Of a bucket's line, which ends where its evidence begins. Raises ValueError, TypeError or
+        KeyError.
+        """
+        versions = {"kernel": self.kernel, "mlx": self.mlx, "system": self.system}
+        fields = json.loads(line + "]}") | versions | {"stage": "duel"}
+        return [fields[name] for name in ROW_COLUMNS]
+
+
+def load(device: Device, kernel: str, database: Path) -> list[Donor]:
+    """Devices of the family, tuned with this kernel, the nearest first. Never raises for what it
+    finds: a table that can't be used is one log line.
+    """
+    found = [*_packaged(device.family, kernel), *_imported(device.family, kernel, database)]
+    usable = (each for each in found if each.key == device.key or (each.cores and device.cores))
+    return sorted(usable, key=lambda each: _distance(each, device))
+
+
+def _distance(donor: Donor, device: Device) -> tuple[object, ...]:
+    """The same device, then the nearest core count by ratio, then the same memory."""
+    away = abs(math.log(donor.cores / device.cores)) if donor.cores and device.cores else 0.0
+    other_memory = donor.memory_gb != device.memory_gb
+    return donor.key != device.key, away, other_memory, donor.key, donor.mlx, donor.system
+
+
+def scaled(plan: Plan, bucket: Bucket, theirs: int | None, ours: int | None) -> Plan:
+    """A plan of a device with `theirs` cores for one with `ours`: partitions follow the law, or the
+    nearest count by ratio that keeps the cores about as busy as any close to it.
+    """
+    if plan.path != "split" or not theirs or not ours or theirs == ours:
+        return plan
+    ratio = law(1.0, bucket, plan.tile, ours) / law(1.0, bucket, plan.tile, theirs)
+    wanted = plan.partitions * ratio
+    few, many = math.floor(wanted / _SCALED_WITHIN), math.ceil(wanted * _SCALED_WITHIN)
+    near = range(min(max(2, few), MAX_PARTITIONS), min(max(2, many), MAX_PARTITIONS) + 1)
+    real = sorted({pieces(bucket.context, count) for count in near} - {1})
+    tasks = row_groups(bucket.heads * bucket.q_len, plan.tile) * bucket.batch
+    shares = {count: busy(bucket.context, count, tasks, ours) for count in real}
+    full = [n for n in real if shares[n] >= NEARLY_AS_FULL * max(shares.values())]
+    count = min(full, key=lambda n: round(abs(math.log(n / wanted)), 9), default=plan.partitions)
+    return Plan("split", count, plan.tile)
+
+
+# --- what they have for a device ------------------------------------------------------------------
+
+
+class Offer(NamedTuple):
+    """A plan for this device, what its donor measured of both native paths, and why."""
+
+    plan: Plan
+    speedups: Speedups
+    reason: str
+
+
+class Relatives:
+    """Devices of the family, the nearest first, as `device` with `versions` sees them.
+
+    A twin is this very device with the same kernel, MLX and system, all of them known.
+    """
+
+    def __init__(
+        self, shared: Sequence[Donor], device: Device, versions: tuple[str, str, str]
+    ) -> None:
+        self._device, self._versions = device, versions
+        here = (device.key, *versions)
+        self._twins = [each for each in shared if versions[-1] and each.identity == here]
+        self._donors = [each for each in shared if each not in self._twins]
+
+    def twin_rows(self, bucket: Bucket) -> Iterator[tuple[Row, Donor]]:
+        """What twins found for a bucket."""
+        for twin in self._twins:
+            row = twin.row(bucket)
+            if row:
+                yield row, twin
+
+    def twin_kin(self, bucket: Bucket) -> list[Tuned]:
+        """What twins found for all contexts of a bucket's kind."""
+        return [tuned(row) for twin in self._twins for row in twin.rows(bucket)]
+
+    def offers(self, bucket: Bucket) -> Iterator[Offer]:
+        """What the others would run, scaled to the cores here."""
+        for donor in self._donors:
+            found = _theirs(bucket, donor)
+            if found:
+                plan = scaled(found.plan, bucket, donor.cores, self._device.cores)
+                change = "" if plan == found.plan else f", scaled to {plan} for these cores"
+                yield Offer(plan, found.speedups, f"{self._whose(donor)}: {found.reason}{change}")
+
+    @property
+    def none(self) -> str:
+        """Why there was no offer."""
+        has = "has none of this bucket" if self._donors else "is known with this kernel"
+        return f"no other device of {self._device.family} {has}"
+
+    def _whose(self, donor: Donor) -> str:
+        """A donor's name, and what else differs from here."""
+        _, mlx, system = self._versions
+        other = f", MLX {donor.mlx}" if donor.mlx != mlx else ""
+        other += f", {donor.system}" if donor.system != system else ""
+        return f"{donor.name} with {donor.cores} cores ({donor.origin}{other})"
+
+
+def _theirs(bucket: Bucket, donor: Donor) -> Offer | None:
+    """What a donor runs."""
+    row = donor.row(bucket)
+    if row:
+        gain = "nothing beats" if row.stays else f"{row.plan} is {row.speedup:.3g}x"
+        return Offer(row.plan, known(row), f"{gain} {row.baseline} there, {row.day}")
+    ends = around(bucket, [tuned(each) for each in donor.rows(bucket)])
+    if ends is None:
+        return None
+    plan = fits.between(bucket, *ends, donor.cores)
+    speedups = fits.speedups_between(fits.share_of(bucket.context, *ends), *ends)
+    below, above = (end.bucket.context for end in ends)
+    return Offer(plan, speedups, f"{plan} between its contexts {below} and {above}")
+
+
+def known(row: Row) -> Speedups:
+    """What was measured of both native paths."""
+    return Speedups(row.single_speedup, row.split_speedup)
+
+
+def tuned(row: Row) -> Tuned:
+    """A row as `fits` takes it."""
+    return Tuned(row.bucket, row.plan, known(row), row.baseline)
+
+
+def joined(own: list[Tuned], others: Sequence[Tuned]) -> list[Tuned]:
+    """Tuned buckets in order; own ones win, then earlier ones."""
+    if not others:
+        return own
+    found = {each.bucket: each for each in (*reversed(others), *own)}
+    return [found[bucket] for bucket in sorted(found)]
+
+
+def around(bucket: Bucket, kin: Sequence[Tuned]) -> tuple[Tuned, Tuned] | None:
+    """Of ascending contexts the nearest on both sides."""
+    above = next((i for i, each in enumerate(kin) if each.bucket > bucket), 0)
+    below = above - 1
+    if above and kin[below].bucket == bucket:  # tuned, but the back end refuses its plan
+        below -= 1
+    return (kin[below], kin[above]) if above and below >= 0 else None
+
+
+# --- the table that is installed -----------------------------------------------------------------
+
+
+def _packaged(family: str, kernel: str) -> list[Donor]:
+    if not _NAME.fullmatch(family):
+        return []
+    folder = next((each for each in FOLDERS if each.is_dir()), FOLDERS[0])
+    path = folder / f"{family}.json"
+    try:
+        return list(_donors(_text(path), kernel, f"the shared table {path.name}"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        log.warning("the shared table %s is not used: %.200s", path, error)
+        return []
+
+
+def _text(path: Path) -> str:
+    facts = path.stat()
+    kind = FILE_KINDS.get(stat.S_IFMT(facts.st_mode))
+    if kind:
+        raise ValueError(f"it is {kind}")
+    if facts.st_size > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
+    return path.read_text(encoding="utf-8")
+
+
+def _donors(text: str, kernel: str, origin: str) -> Iterator[Donor]:
+    """The devices of a text with this kernel. Raises ValueError: it has not the layout."""
+    rest: list[str] = []
+    buckets: list[list[str]] = [[]]  # those before the first device are nobody's
+    for line in text.split("\n"):
+        if line.startswith(_BUCKET):
+            buckets[-1].append(line)
+        elif not line.startswith(_ENTRY):
+            rest.append(line)
+            if line == _DEVICE:
+                buckets.append([])
+    table = json.loads("\n".join(rest))
+    if not isinstance(table, dict) or table.get("version") != VERSION:
+        raise ValueError(f"expected version {VERSION} of the format")
+    devices = table["devices"]
+    if not isinstance(devices, list) or len(devices) != len(buckets) - 1:
+        raise ValueError("its layout is not that of `mla-tune share export`")
+    for device, lines in zip(devices, buckets[1:], strict=True):
+        if device["kernel"] == kernel:
+            yield Donor(**_facts(device), origin=origin, kinds=_indexed(lines))
+
+
+_FACTS: dict[str, tuple[type, ...]] = {
+    "key": (str,),
+    "name": (str,),
+    "cores": (int, NoneType),
+    "memory_gb": (int,),
+    "kernel": (str,),
+    "mlx": (str,),
+    "system": (str,),
+}
+
+
+def _facts(device: Mapping[str, Any]) -> dict[str, Any]:
+    for name, kinds in _FACTS.items():
+        value = device[name]
+        if type(value) not in kinds or (isinstance(value, str) and not value.isprintable()):
+            raise ValueError(f"devices: {name} can't be {value!a:.80}")
+        if isinstance(value, int) and not 0 < value < 1 << 31:
+            raise ValueError(f"devices: {name} can't be {value!a:.80}")
+    return {name: device[name] for name in _FACTS}
+
+
+def _indexed(lines: Iterable[str]) -> dict[tuple[Any, ...], dict[int, str]]:
+    """Lines by what stands between context and path, then by context."""
+    by_text: dict[str, dict[int, str]] = {}
+    for line in lines:
+        context, _, rest = line[len(_BUCKET) :].partition(", ")
+        kind = rest.partition(', "path": ')[0]
+        if context.isdecimal() and len(context) < _CONTEXT_DIGITS:
+            by_text.setdefault(kind, {})[int(context)] = line
+    return {tuple(json.loads(f"{{{kind}}}").values()): found for kind, found in by_text.items()}
+
+
+# --- what was imported ---------------------------------------------------------------------------
+
+
+def _imported(family: str, kernel: str, database: Path) -> Iterator[Donor]:
+    donors: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[int, Sequence[Any]]]] = {}
+    for facts, values in read_imported(database, family, kernel):
+        context, *kind = values[: len(Bucket._fields)]
+        donors.setdefault(facts, {}).setdefault(tuple(kind), {})[context] = values
+    for facts, kinds in donors.items():
+        try:
+            known = _facts(dict(zip(_FACTS, facts, strict=True)))
+        except ValueError as error:
+            log.warning("an imported device is not used: %.200s", error)
+            continue
+        yield Donor(**known, origin="imported", kinds=kinds)

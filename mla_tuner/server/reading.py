@@ -1,0 +1,59 @@
+"""What all evidence in the shared file says together: the tables that the server gives away."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+
+from ..share_format import VERSION, SharedBucket, SharedDevice, SharedTable, render
+from ..share_merge import merged
+from . import archive
+
+
+class Reading:
+    """Tables by family, as of the last `refresh`."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, SharedTable] = {}
+        self._at = 0  # the newest row that is in them
+        self._texts: dict[tuple[str, str], str] = {}
+
+    def refresh(self, db: sqlite3.Connection) -> None:
+        """Take in what was added since the last time. Raises ValueError: a row is malformed."""
+        families: dict[str, list[archive.Piece]] = {}
+        at = self._at
+        for piece in archive.since(db, at):
+            families.setdefault(piece.family, []).append(piece)
+            at = piece.id
+        if families:
+            added = {family: _table(family, pieces) for family, pieces in families.items()}
+            found = {name: merged(self.tables.get(name, new), new) for name, new in added.items()}
+            self.tables, self._texts, self._at = {**self.tables, **found}, {}, at
+
+    def text(self, family: str, kernel: str) -> str | None:
+        """A family's table with the devices of one kernel ("": all); None where there are none."""
+        texts = self._texts  # before the tables: never an old text among new ones
+        if (family, kernel) not in texts:
+            table = self.tables.get(family)
+            devices = table.devices if table else ()
+            wanted = tuple(each for each in devices if kernel in ("", each.kernel))
+            if table is None or not wanted:
+                return None
+            texts[family, kernel] = render(table.model_copy(update={"devices": wanted}))
+        return texts[family, kernel]
+
+
+def _table(family: str, pieces: Iterable[archive.Piece]) -> SharedTable:
+    """Pieces as a table to be merged: `merged` makes its winners, in any case."""
+    devices = tuple(
+        SharedDevice.model_construct(
+            **piece.facts,
+            runs=(piece.run,),
+            buckets=(
+                SharedBucket.model_construct(**piece.bucket._asdict(), evidence=(piece.entry,)),
+            ),
+            thresholds=(),
+        )
+        for piece in pieces
+    )
+    return SharedTable.model_construct(version=VERSION, family=family, devices=devices)
