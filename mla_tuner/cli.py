@@ -75,7 +75,9 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except TunerError as error:
-            raise click.ClickException(str(error)) from error
+            # One line, whatever a database or a server made part of it.
+            text = "".join(each if each.isprintable() else " " for each in str(error))
+            raise click.ClickException(text) from error
         except KeyboardInterrupt as error:
             text = f"interrupted; finished buckets are stored. To continue: {ctx.obj}"
             raise click.ClickException("interrupted" if ctx.invoked_subcommand else text) from error
@@ -347,6 +349,7 @@ def report_found(
     from .store import Store
 
     refuse_together(ctx, "table", "db")
+    output.apart(table or _db(db), html, md)
     if table:
         found = findings.of_table(table, key)
     else:

@@ -55,6 +55,7 @@ class Donor:
     system: str
     origin: str
     kinds: Mapping[tuple[Any, ...], Mapping[int, str | Sequence[Any]]] = field(repr=False)
+    _read: dict[Bucket, Row | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def identity(self) -> tuple[str, str, str, str]:
@@ -64,13 +65,17 @@ class Donor:
     def row(self, bucket: Bucket) -> Row | None:
         """The winner of a bucket; None, with a log line, where it is not as it must be."""
         raw = self.kinds.get(bucket[1:], {}).get(bucket.context)
-        return None if raw is None else self._checked(raw, bucket)
+        if raw is None:
+            return None
+        if bucket not in self._read:  # a bucket of bad values is said once
+            self._read[bucket] = self._checked(raw, bucket)
+        return self._read[bucket]
 
     def rows(self, bucket: Bucket) -> list[Row]:
         """Those of all contexts of a bucket's kind, ascending."""
         found = self.kinds.get(bucket[1:], {})
-        checked = (self._checked(found[n], bucket._replace(context=n)) for n in sorted(found))
-        return [row for row in checked if row is not None]
+        rows = (self.row(bucket._replace(context=n)) for n in sorted(found))
+        return [row for row in rows if row is not None]
 
     def _checked(self, raw: str | Sequence[Any], bucket: Bucket) -> Row | None:
         try:
@@ -159,6 +164,11 @@ class Relatives:
             if row:
                 yield row, twin
 
+    @property
+    def twin_buckets(self) -> int:
+        """How many buckets twins have; those of several count more than once."""
+        return sum(len(found) for twin in self._twins for found in twin.kinds.values())
+
     def twin_kin(self, bucket: Bucket) -> list[Tuned]:
         """What twins found for all contexts of a bucket's kind."""
         return [tuned(row) for twin in self._twins for row in twin.rows(bucket)]
@@ -237,7 +247,7 @@ def _packaged(family: str, kernel: str) -> list[Donor]:
     folder = next((each for each in FOLDERS if each.is_dir()), FOLDERS[0])
     path = folder / f"{family}.json"
     try:
-        return list(_donors(_text(path), kernel, f"the shared table {path.name}"))
+        return list(_donors(text_of(path), kernel, f"the shared table {path.name}"))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -245,7 +255,8 @@ def _packaged(family: str, kernel: str) -> list[Donor]:
         return []
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """A table's text. Raises OSError or ValueError: it is no file, too large, or no UTF-8."""
     facts = path.stat()
     kind = FILE_KINDS.get(stat.S_IFMT(facts.st_mode))
     if kind:

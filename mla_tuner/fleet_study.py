@@ -26,6 +26,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
 from .errors import FleetError
+from .measure import one_line
 from .shapes import Bucket
 
 HEARTBEAT_S = 10
@@ -37,6 +38,7 @@ LIVES = 3  # machines that may die at a bucket
 LOCK = 0x6D6C61  # the key of what is held while tables are made
 PREFIX, SEPARATOR = "mla-tuner", " | "  # of a study's name
 FAULTS = (StorageInternalError, SQLAlchemyError)
+MALFORMED = (ValueError, TypeError, LookupError)  # what Optuna raises at rows that it never wrote
 
 State = Literal["running", "done", "failed", "dead"]
 Value = TypeVar("Value")
@@ -210,22 +212,24 @@ class FleetStudy:
     def _patiently(self, action: Callable[[], Value]) -> Value:
         """What an action gives that may be done twice, when the database is there again."""
         deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            with suppress(*FAULTS):
-                return action()
-            time.sleep(RETRY_S)
         with self._one_line("lost"):
+            while time.monotonic() < deadline:
+                with suppress(*FAULTS):
+                    return action()
+                time.sleep(RETRY_S)
             return action()
 
     @contextmanager
     def _one_line(self, what: str) -> Iterator[None]:
+        cure = "; tuned buckets are stored here, the same command goes on"
         try:
             yield
         except FAULTS as error:
-            cure = "; tuned buckets are stored here, the same command goes on"
-            raise FleetError(
-                f"{what} the storage {self.place}: {_cause(error)}{cure if what == 'lost' else ''}"
-            ) from None
+            text = f"{what} the storage {self.place}: {_cause(error)}"
+            raise FleetError(f"{text}{cure if what == 'lost' else ''}") from None
+        except MALFORMED as error:
+            text = f"cannot use the storage {self.place}: malformed data ({one_line(error)})"
+            raise FleetError(text) from None
 
 
 def _attempt(trial: FrozenTrial) -> Attempt | None:
@@ -290,18 +294,26 @@ def _open(address: str, place: str) -> RDBStorage:
     except ImportError:
         text = "PostgreSQL needs psycopg: pip install 'mla-tuner[fleet]'"
         raise FleetError(text) from None
-    except (*FAULTS, RuntimeError) as error:  # RuntimeError: the tables of another Optuna
+    except (*FAULTS, RuntimeError) as error:  # RuntimeError: another Optuna's tables, or others
         raise FleetError(f"cannot use the storage {place}: {_cause(error)}") from None
 
 
 @contextmanager
 def _alone(address: str, options: dict[str, Any]) -> Iterator[None]:
-    """Within it no other machine makes tables in a PostgreSQL database."""
+    """Within it no other machine makes tables in a PostgreSQL database.
+
+    Raises:
+        RuntimeError: it is a SQLite file that something else keeps its tables in.
+    """
     engine = sqlalchemy.create_engine(address, poolclass=sqlalchemy.NullPool, connect_args=options)
     with engine.connect() as connection:
         if engine.name == "postgresql":
             lock = sqlalchemy.text("SELECT pg_advisory_lock(:key)")
             connection.execute(lock, {"key": LOCK})  # given back when the connection ends
+        else:
+            tables = sqlalchemy.inspect(connection).get_table_names()
+            if tables and "studies" not in tables:  # a tuning database, for instance
+                raise RuntimeError("it is the database of another program")
         yield
 
 

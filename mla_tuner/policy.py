@@ -24,12 +24,15 @@ from .errors import StoreError
 from .family import Donor
 from .fits import Speedups, Tuned
 from .frozen import Frozen
+from .modes import known_mode
 from .plan import MLX, Decision, Plan
 from .shapes import DEEPSEEK, MAX_BATCH, Bucket, Geometry, bucket_fields, bucket_of
 from .table import Row, default_path, read_rows
 
 MAX_CACHED = 65536  # decisions; more distinct buckets than any server sees
 STEPS = ("off", "frozen", "tuned", "fitted", "family", "gates")  # after the caller's own plan
+
+_HERE = "this device"
 
 log = logging.getLogger("mla_tuner")
 
@@ -109,7 +112,7 @@ class Policy:
         Both are one log line.
         """
         device = device or devices.probe()
-        if os.environ.get("MLA_TUNER", "").lower() == "off":
+        if known_mode() == "off":
             return cls(device, off=True, deterministic=deterministic)
         digest = os.environ.get("MLA_TUNER_FROZEN", "")
         if not digest:
@@ -217,7 +220,9 @@ class Policy:
         row = self._row(bucket)
         if row is None:
             name = f"the bucket of context {bucket.context} and batch {bucket.batch}"
-            return self._stale.get(bucket) or f"{name} is not tuned; {len(self)} others are"
+            twins = self._relatives.twin_buckets
+            also = f", {twins} on other devices like this" if twins else ""
+            return self._stale.get(bucket) or f"{name} is not tuned; {len(self)} others are{also}"
         refusal = self._refusal(row.plan, bucket)
         if refusal:
             return refusal
@@ -246,7 +251,8 @@ class Policy:
         row = self._row(bucket)
         if row and not self._refusal(row.plan, bucket):
             plan = self._for_batch(row.plan, bucket, batch, family.known(row))
-            tuned = f"tuned at batch {bucket.batch} ({row.plan}){self._not_compared(row)}"
+            unknown = self._elsewhere(bucket) + self._not_compared(row)
+            tuned = f"tuned at batch {bucket.batch} ({row.plan}){unknown}"
             return Decision(plan, "fitted", f"{self._from_frozen()}{tuned}, cut for batch {batch}")
         ends = self._neighbours(bucket)
         if ends is None:
@@ -258,7 +264,8 @@ class Policy:
         if refusal:
             return refusal
         below, above = (f"{end.bucket.context} ({end.plan})" for end in ends)
-        unknown = self._not_compared(*filter(None, (self._row(end.bucket) for end in ends)))
+        unknown = self._elsewhere(*(end.bucket for end in ends))
+        unknown += self._not_compared(*filter(None, (self._row(end.bucket) for end in ends)))
         reason = f"{self._from_frozen()}between tuned contexts {below} and {above}{unknown}"
         reason += _why(plan, bucket, *ends)
         share = fits.share_of(bucket.context, *ends)
@@ -288,7 +295,8 @@ class Policy:
     def _details(self, step: str, bucket: Bucket) -> Iterator[str]:
         row = self._row(bucket) if step == "tuned" else None
         if row:
-            yield from _speedups("here", family.known(row), row.baseline)
+            where = "here" if bucket in self._rows else "there"
+            yield from _speedups(where, family.known(row), row.baseline)
         elif step == "fitted":
             yield from self._fitted_details(bucket)
         elif step == "gates":
@@ -325,9 +333,14 @@ class Policy:
 
     def _where(self, bucket: Bucket) -> str:
         if bucket in self._rows:
-            return "this device"
+            return _HERE
         twin = next(twin for _, twin in self._relatives.twin_rows(bucket))
         return f"another {twin.name} ({twin.origin})"
+
+    def _elsewhere(self, *buckets: Bucket) -> str:
+        """Whose buckets these are, where they are not of this device."""
+        others = sorted({self._where(bucket) for bucket in buckets} - {_HERE})
+        return f", on {' and '.join(others)}" if others else ""
 
     def _kin(self, bucket: Bucket) -> list[Tuned]:
         """Tuned buckets that differ in context alone, ascending."""

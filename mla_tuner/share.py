@@ -16,6 +16,7 @@ from .backends import cuda_tiles, metal_tiles
 from .candidates import MIN_GAIN
 from .device import Device
 from .errors import ShareError
+from .family import text_of
 from .plan import Plan
 from .shapes import Bucket, pieces
 from .share_format import (
@@ -67,10 +68,17 @@ def export(store: Store, folder: Path) -> list[Path]:
     """Write a file for each family in the database, and the schema beside them; the paths.
 
     Raises:
-        ShareError: there is nothing to write, or it can't be written, or it would not pass `check`.
+        ShareError: there is nothing to write, or it can't be written, or it would not pass `check`,
+            or a file is there with evidence that the database lacks.
     """
-    found = tables(store)
-    written = [write(table, folder / f"{table.family}.json") for table in found]
+    found = {folder / f"{table.family}.json": table for table in tables(store)}
+    for path, table in found.items():
+        if path.exists() and merged(read(path), table) != merged(table, table):
+            raise ShareError(
+                f"{path} holds evidence that {store.path} lacks: "
+                "`mla-tune share contribute` adds to it, --folder names another place"
+            )
+    written = [write(table, path) for path, table in found.items()]
     write_schema(folder)
     return written
 
@@ -109,11 +117,16 @@ def _write(path: Path, text: str) -> Path:
 def read(path: Path) -> SharedTable:
     """The table in a file. Raises ShareError, one line with the file and the field."""
     try:
-        return load(path.read_text(encoding="utf-8"), path.name)
+        text = text_of(path)
     except OSError as error:
         raise ShareError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ShareError(f"{path.name}: not UTF-8 text") from error
+        raise ShareError(f"{path.name}: {_unreadable(error)}") from error
+    return load(text, path.name)
+
+
+def _unreadable(error: ValueError) -> str:
+    return "not UTF-8 text" if isinstance(error, UnicodeError) else str(error)
 
 
 def merge(out: Path, sources: Sequence[Path]) -> dict[str, int]:
@@ -156,11 +169,11 @@ def load(text: str, name: str) -> SharedTable:
 def check(path: Path) -> list[str]:
     """What is wrong with a file, a line each that names it; empty: it can be relied on."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = text_of(path)
     except OSError as error:
         return [f"{path.name}: {error.strerror}"]
-    except ValueError:
-        return [f"{path.name}: not UTF-8 text"]
+    except ValueError as error:
+        return [f"{path.name}: {_unreadable(error)}"]
     return faults(text, path)
 
 

@@ -126,6 +126,8 @@ def share_check(folder: Path, as_json: bool | None) -> None:
     """Validate all shared tables of a folder. Exit code 1 where one can't be relied on."""
     from . import share as tables
 
+    if not folder.is_dir():
+        raise click.ClickException(f"no folder {folder}")
     files = sorted(set(folder.glob("*.json")) - {folder / tables.SCHEMA_NAME})
     found = [fault for path in files for fault in tables.check(path)]
     answer = {"files": [str(path) for path in files], "faults": found}

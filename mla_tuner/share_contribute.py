@@ -35,10 +35,11 @@ def contribute(store: Store, folder: Path) -> list[Contribution]:
         path = folder / f"{mine.family}.json"
         before = share.read(path) if path.exists() else None
         after = share.merged(before, mine) if before else mine
-        if before == after:
-            raise ShareError(f"{path} holds all that is in {store.path} already")
-        share.write(after, path)
-        made.append(Contribution(path, _title(mine), "\n".join(_text(mine, before, after))))
+        if before != after:  # one that was pulled from there has nothing new
+            share.write(after, path)
+            made.append(Contribution(path, _title(mine), "\n".join(_text(mine, before, after))))
+    if not made:
+        raise ShareError(f"{folder} holds all that is in {store.path} already")
     share.write_schema(folder)
     return made
 

@@ -26,10 +26,18 @@ _DIGITS = 4  # of a time or a speed-up: more is noise
 
 Text = Annotated[str, Field(max_length=200)]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
-Amount = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+# Of time in microseconds, so that no speed-up that follows is beyond one of those.
+Time = Annotated[float, Field(ge=1e-3, le=1e9, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]
+Option = (
+    Text
+    | bool
+    | Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+    | Annotated[float, Field(allow_inf_nan=False)]
+)
 Day = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-Samples = Annotated[tuple[Amount, ...], Field(strict=False, max_length=4096)]
+Samples = Annotated[tuple[Time, ...], Field(strict=False, max_length=4096)]
 
 
 class _Strict(BaseModel):
@@ -114,9 +122,9 @@ class SharedBucket(SharedKind):
     path: Text
     partitions: Count
     tile: Text
-    median_us: Amount
+    median_us: Time
     baseline: Text
-    baseline_us: Amount
+    baseline_us: Time
     speedup: Amount
     speedup_low: Amount | None
     speedup_high: Amount | None
@@ -158,7 +166,7 @@ class SharedRun(_Strict):
     day: Day
     clock: Literal["gpu", "wall"]
     software: dict[Text, Text]
-    options: dict[Text, str | bool | int | float]
+    options: dict[Text, Option]
 
 
 class SharedDevice(_Strict):

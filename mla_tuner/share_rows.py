@@ -207,7 +207,7 @@ def _store(
 
 
 def _derive_thresholds(connection: sqlite3.Connection, kind: Bucket) -> None:
-    """Those of a kind, for all versions that have imported winners of it or had them."""
+    """Those of a kind, for all versions that have winners of it; of others they go."""
     of_kind = " AND ".join(f"plan.{name} = ?" for name in _KIND)
     connection.execute(
         f"DELETE FROM threshold WHERE {of_kind.replace('plan.', '')} AND NOT EXISTS "
@@ -216,7 +216,7 @@ def _derive_thresholds(connection: sqlite3.Connection, kind: Bucket) -> None:
     )
     found = connection.execute(
         f"SELECT DISTINCT device, plan.kernel, plan.mlx, plan.system, cores FROM plan "
-        f"JOIN device ON device.key = plan.device WHERE {of_kind} AND run < 0",
+        f"JOIN device ON device.key = plan.device WHERE {of_kind}",
         kind[1:],
     ).fetchall()
     for *versions, cores in found:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from fakes import FakeBackend, FakeRunners
 
-from mla_tuner import backends, bench, overview, policy, tuner, verify
+from mla_tuner import backends, bench, modes, overview, policy, tuner, verify
 from mla_tuner import device as devices
 from mla_tuner.plan import MLX
 from mla_tuner.store import Store
@@ -25,6 +25,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLA_TUNER_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setattr(policy, "_current", None)
+    monkeypatch.setattr(modes, "_said", set())
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import optuna
@@ -12,7 +14,10 @@ import sqlalchemy
 from mla_tuner import fleet_study
 from mla_tuner.errors import FleetError
 from mla_tuner.fleet_study import FleetStudy
+from mla_tuner.shapes import Bucket
+from mla_tuner.store import Store
 
+BUCKET = Bucket(1024, 1, 16, "bfloat16", 512, 64, 1, "paged")
 LIKE = ("cpu/x86_64-avx2/4c/24gb", "kernel digest", "MLX 0.32.4", "Test OS 1")
 
 
@@ -44,6 +49,21 @@ def test_studies_of_others_do_no_harm(url: str) -> None:
     optuna.create_study(storage=url, study_name="mine")
     with FleetStudy(url, LIKE) as study:
         assert study.attempts() == []
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_file_of_something_else_is_left_alone(tmp_path: Path, ours: bool) -> None:
+    path = tmp_path / "t.db"
+    if ours:
+        with Store(path):
+            pass
+    else:
+        with closing(sqlite3.connect(path)) as db, db:
+            db.execute("CREATE TABLE bookmark (url TEXT)")
+    before = path.read_bytes()
+    with pytest.raises(FleetError, match=r"t\.db: it is the database of another program$"):
+        FleetStudy(f"sqlite:///{path}", LIKE)
+    assert path.read_bytes() == before
 
 
 SECRET = "s3cr3t"
@@ -97,3 +117,26 @@ def test_another_optunas_tables_are_one_line(url: str, study: FleetStudy) -> Non
         connection.execute(sqlalchemy.text("UPDATE alembic_version SET version_num = 'v9'"))
     with pytest.raises(FleetError, match="optuna version"):
         FleetStudy(url, LIKE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE trial_user_attributes SET value_json = '{junk'",
+        "UPDATE trial_user_attributes SET value_json = ''",
+        "UPDATE trial_user_attributes SET value_json = NULL",
+        "UPDATE trials SET state = 'LOST'",
+        "UPDATE trials SET datetime_start = 'yesterday'",
+        "UPDATE trial_values SET value_type = 'HUGE'",
+        "UPDATE studies SET study_id = 9",
+    ],
+)
+def test_malformed_rows_are_one_line(study: FleetStudy, change: str) -> None:
+    attempt = study.claim(BUCKET)
+    assert attempt is not None
+    study.finish(attempt, 2.0, {})
+    with study.storage.engine.begin() as connection:
+        connection.execute(sqlalchemy.text(change))
+    with pytest.raises(FleetError, match=r"^cannot use the storage .*: malformed data \(") as error:
+        study.attempts()
+    assert "\n" not in str(error.value)

@@ -159,6 +159,7 @@ def test_an_empty_database_is_one_line(tmp_path: Path) -> None:
         "UPDATE run SET software = '[]'",
         "UPDATE run SET options = '{'",
         "UPDATE run SET conditions = x'00'",
+        """UPDATE run SET conditions = '{"clock": ["gpu"]}'""",
         "UPDATE measurement SET median_us = 'fast'",
         "UPDATE measurement SET path = 'teleport'",
         "UPDATE plan SET tile = x'00'",
@@ -353,6 +354,36 @@ def test_both_files_are_written(database: Path, tmp_path: Path) -> None:
     assert result.stdout.splitlines() == [str(html), str(md)]
     assert html.read_text().startswith("<!doctype html>")
     assert md.read_text().startswith("# NVIDIA H200: MLA decode plans")
+
+
+@pytest.mark.parametrize("option", ["--html", "--md"])
+@pytest.mark.parametrize("link", [None, "symlink_to", "hardlink_to"])
+def test_a_report_never_replaces_what_it_is_of(
+    database: Path, tmp_path: Path, option: str, link: str | None
+) -> None:
+    out = tmp_path / "out"
+    if link is None:
+        out = tmp_path / "." / "x" / ".." / database.name
+    else:
+        getattr(out, link)(database)
+    before = database.read_bytes()
+    assert "would replace" in error("report", "--db", str(database), option, str(out))
+    assert "would replace" in error("report", "--table", str(database), option, str(out))
+    assert database.read_bytes() == before
+
+
+def test_a_page_and_its_markdown_are_two_files(database: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "r")
+    assert "would replace" in error("report", "--db", str(database), "--html", out, "--md", out)
+    assert not Path(out).exists()
+
+
+def test_an_error_is_one_line_whatever_the_device_is_called(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("UPDATE device SET architecture = 'sm' || char(10, 27) || '[31m'")
+    said = error("report", "--db", str(database), "--device", "none")
+    assert "cuda/sm  [31m/132c/140gb" in said
+    assert said.isprintable()
 
 
 def test_without_files_the_markdown_is_printed(database: Path) -> None:

@@ -16,7 +16,7 @@ from commands import error, run
 from serving_steps import KINDS, StubPolicy, attention_class, decode, distance, mlx_lm_as_it_is
 from tiny_models import tiny_model
 
-from mla_tuner import last_run
+from mla_tuner import last_run, modes
 from mla_tuner.errors import TunerError
 from mla_tuner.integrations import mlx_lm, switch
 from mla_tuner.integrations import run as run_module
@@ -211,7 +211,7 @@ def test_another_value_is_said_and_ignored_by_code_and_refused_by_the_command(
 ) -> None:
     monkeypatch.setenv("MLA_TUNER", text)
     with pytest.raises(TunerError, match="none of off, log, force"):
-        switch.mode()
+        modes.mode()
     assert error("run", "mlx_lm.server") == f"MLA_TUNER={text!r} is none of off, log, force"
     assert not command.seen
     assert install(StubPolicy()).classes["deepseek_v3.DeepseekV3Attention"] == "routed"
@@ -221,4 +221,4 @@ def test_another_value_is_said_and_ignored_by_code_and_refused_by_the_command(
 @pytest.mark.parametrize("text", ["", "off", "Log", "FORCE"])
 def test_known_values_in_any_case(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_TUNER", text)
-    assert switch.mode() == text.lower()
+    assert modes.mode() == text.lower()

@@ -74,7 +74,7 @@ LAYERS = [
     ["backends.cuda_tiles", "backends.metal_tiles", "backends.native", "backends.shaders"],
     ["backends"],
     ["caches", "device", "plan"],
-    ["shapes"],
+    ["modes", "shapes"],
     ["errors"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from commands import answer, error, run
@@ -21,7 +21,7 @@ from mla_tuner import policy as policies
 from mla_tuner.errors import StoreError
 from mla_tuner.integrations import counts
 from mla_tuner.integrations.counts import Stats, read_misses
-from mla_tuner.plan import MLX, Decision, Plan
+from mla_tuner.plan import MLX, Decision, Plan, Source
 from mla_tuner.shapes import DEEPSEEK, Bucket, Geometry, bucket_of
 
 GATES = Decision(MLX, "gates", "not tuned here")
@@ -39,13 +39,13 @@ def missed(*contexts: int, layout: str = "dense") -> Stats:
 # --- counting ------------------------------------------------------------------------------------
 
 
-def test_a_miss_is_an_answer_of_the_gates() -> None:
+def test_a_miss_is_what_was_not_measured_on_such_a_device() -> None:
     stats = Stats()
-    for source in ("caller", "off", "tuned", "fitted", "gates"):
-        stats.count_look_up(Decision(Plan("split", 2), source, ""), *ASKED)  # type: ignore[arg-type]
-    assert stats.look_ups == 5
-    assert stats.misses == {BUCKET: 1}
-    assert "misses of the table: 1, in buckets: 1" in str(stats)
+    for source in get_args(Source):
+        stats.count_look_up(Decision(Plan("split", 2), source, ""), *ASKED)
+    assert stats.look_ups == 6
+    assert stats.misses == {BUCKET: 2}  # of the family and of the gates
+    assert "misses of the table: 2, in buckets: 1" in str(stats)
     assert "misses" not in str(Stats())
 
 

@@ -415,6 +415,26 @@ def test_load_is_off_without_looking(db: Path, monkeypatch: pytest.MonkeyPatch) 
     assert table.decide(32768, 1, 16, "bfloat16").source == "off"
 
 
+@pytest.mark.parametrize("text", ["0", "false", "on", " off"])
+def test_an_unknown_mode_is_ignored_and_said_once(
+    text: str, db: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLA_TUNER", text)
+    for _ in range(2):
+        assert Policy.load(db, make_device()).decide(32768, 1, 16, "bfloat16").source != "off"
+    said = f"MLA_TUNER={text!r} is none of off, log, force: it is ignored"
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"].count(said) == 1
+
+
+@pytest.mark.parametrize("text", ["", "log", "FORCE"])
+def test_a_known_mode_is_not_talked_about(
+    text: str, db: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLA_TUNER", text)
+    Policy.load(db, make_device())
+    assert "MLA_TUNER=" not in caplog.text
+
+
 def test_the_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLA_TUNER_DB", str(tmp_path / "x.db"))
     assert default_path() == tmp_path / "x.db"

@@ -200,6 +200,46 @@ def test_a_table_that_is_none_is_one_log_line(
     assert "\n" not in caplog.messages[0]
 
 
+@pytest.mark.parametrize("device", [H200, CUT], ids=["a twin", "another"])
+def test_a_bad_bucket_is_said_once(
+    tmp_path: Path, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = packaged(tmp_path, SHORT, LONG)
+    path.write_text(
+        path.read_text().replace('"speedup": 3.0, "speedup_low"', '"speedup": -3, "speedup_low"')
+    )
+    table = load(device)
+    for context in (1024, 4096, 32768):
+        for batch in (1, 2, 3):
+            table.decide(context, batch, 16, "bfloat16")
+            table.explain(context, batch, 16, "bfloat16")
+    assert len(caplog.messages) == 1
+    assert "is left out: expected column speedup" in caplog.messages[0]
+
+
+def test_the_steps_say_whose_buckets_they_are(tmp_path: Path) -> None:
+    packaged(tmp_path, SHORT, LONG)
+    where = "on another NVIDIA H200 (the shared table nvidia-sm90.json)"
+    table = load(H200)
+    tuned = table.explain(32768, 1, 16, "bfloat16")[3]
+    assert where in tuned.reason
+    assert tuned.details == ("there single was not measured", "there split is 3x mlx")
+    steps = table.explain(8192, 1, 16, "bfloat16")
+    assert steps[3].reason.endswith("is not tuned; 0 others are, 2 on other devices like this")
+    assert (
+        f"between tuned contexts 1024 (mlx) and 32768 (split x40 r16), {where}" in steps[4].reason
+    )
+    with Store(tmp_path / "own.db") as store:
+        run = start(store)
+        for found in (SHORT, LONG):
+            store.record(run, found[0].shape.bucket, found, found)
+    own = Policy.load(tmp_path / "own.db", H200).explain(8192, 1, 16, "bfloat16")
+    assert "another" not in own[4].reason
+    packaged(tmp_path, duel(Shape(32768, 4, 16), Plan("split", 10, "r16")))
+    cut = load(H200).decide(32768, 3, 16, "bfloat16")
+    assert where in cut.reason
+
+
 def test_a_family_with_a_path_in_its_name_reads_no_file(tmp_path: Path) -> None:
     packaged(tmp_path, LONG)
     assert family.load(replace(H200, family="../tuning_db/nvidia-sm90"), KERNEL, HERE) == []

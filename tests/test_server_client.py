@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -78,16 +78,18 @@ def dropping(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
 
 
-def dripping(handler: BaseHTTPRequestHandler) -> None:
-    """A byte now and then, until the client has enough."""
-    handler.send_response(200)
-    handler.end_headers()
-    enough = threading.Event()
-    while not enough.wait(0.02):
-        try:
-            handler.wfile.write(b" ")
-        except OSError:
-            return
+def dripping(start: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
+    """Says how an answer starts, then a byte now and then, far beyond a client's timeout."""
+
+    def say(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(start)
+        never = threading.Event()
+        for _ in range(50):
+            with suppress(OSError):
+                handler.wfile.write(b"0")
+            never.wait(0.02)
+
+    return say
 
 
 def refusals(url: str, *more: str) -> list[str]:
@@ -181,8 +183,18 @@ def test_a_server_that_is_silent() -> None:
         assert refusals(url, "--timeout", "0.1s") == [f"{url} did not answer within 0.1 s"] * 2
 
 
-def test_a_server_that_never_ends() -> None:
-    with answering(dripping) as url:
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"HTTP/1.1 2",
+        b"HTTP/1.1 200 OK\r\nX: ",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+def test_a_server_that_never_ends(start: bytes) -> None:
+    with answering(dripping(start)) as url:
         assert refusals(url, "--timeout", "0.1s") == [f"{url} did not answer within 0.1 s"] * 2
 
 
@@ -194,11 +206,15 @@ def test_a_server_that_never_ends() -> None:
         (saying(b"\xff\xfe"), ["answered with garbage: not UTF-8 text", "garbage, not what"]),
         (saying(b"[" * 100_000), ["not JSON", "garbage, not what"]),
         (saying(b"{}"), ["version: Field required", "garbage, not what"]),
+        (saying(b"{", 413, Content_Length="9"), ["status 413"] * 2),
         (saying(b"{", Content_Length="9"), ["answered with garbage: IncompleteRead"] * 2),
         (saying(b"", 404), ["it answered with status 404, Not Found"] * 2),
         (saying(b"", 418), ["it answered with status 418"] * 2),
         (saying(b'{"error": "full\\n\\u001b[31m"}', 503), [": full [31m"] * 2),
         (saying(b'{"error": 7}', 500), ["status 500, Internal Server Error"] * 2),
+        (saying(b'{"error": "404"}', 404), ["it answered with status 404, Not Found"] * 2),
+        (saying(b'{"new": 1e999, "known": 0}'), ["version: Field required", "garbage, not what"]),
+        (saying(b'{"new": ' + b"9" * 5000 + b"}"), ["not JSON", "garbage, not what"]),
         (saying(b"", 302, Location="http://127.0.0.1:9/"), ["status 302, Found"] * 2),
         (saying(b'{"error": "no"}', 403), [": no", "refused the token: no"]),
     ],
@@ -215,6 +231,24 @@ def test_an_answer_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(client, "MAX_BYTES", 1 << 20)
     with answering(saying(b" " * (2 << 20))) as url:
         assert all("garbage: ValueError('more than 1 MB')" in said for said in refusals(url))
+
+
+def test_a_refusal_counts_before_all_is_sent() -> None:
+    """Servers refuse a large table, or a token, without reading what else is sent."""
+
+    def refuse(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1)
+            connection.sendall(b"HTTP/1.1 413 No\r\nContent-Length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=refuse, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ShareError, match="it answered with status 413"):
+            client.send(url, " " * (16 << 20), SECRET_TOKEN)
+        thread.join()
 
 
 def test_a_token_is_not_given_to_where_a_server_points(tmp_path: Path) -> None:
@@ -277,6 +311,7 @@ def test_an_own_winner_stays(tmp_path: Path) -> None:
             "http://host/?a=b",
             "http://a b",
         ),
+        *("http://h\u00f6st", "http://host/\u00e9", "http://host\x00", "http://host\r\nX: y"),
     ],
 )
 def test_what_is_no_address(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from share_tables import (
     table,
 )
 
-from mla_tuner import share
+from mla_tuner import family, share
 from mla_tuner.device import Device
 from mla_tuner.errors import ShareError
 from mla_tuner.plan import MLX
@@ -204,7 +205,7 @@ def faults_of(table: Path, data: dict[str, Any]) -> list[str]:
         ({"speedup_low": None}, "the interval begins at None"),
         ({"speedup": 4.0}, "speedup: it is 4.0, the evidence makes it 3.0"),
         ({"speedup": float("nan")}, "finite number"),
-        ({"median_us": -1.0}, "greater than 0"),
+        ({"median_us": -1.0}, "greater than or equal to 0.001"),
         ({"rounds": 5}, "rounds: it is 5, the evidence makes it 19"),
         ({"day": "2020-01-01"}, "day: it is 2020-01-01, the evidence makes it 2"),
         ({"baseline": "single"}, "baseline: it is single, the evidence makes it mlx"),
@@ -364,6 +365,39 @@ def test_the_command_writes_and_checks(tmp_path: Path) -> None:
     assert "nvidia-sm90.json: version: Field required" in result.stdout
     assert "can't be relied on" in result.stderr
     assert "no database" in error("share", "export", "--db", str(tmp_path / "none.db"))
+
+
+def test_an_export_keeps_what_others_measured(tmp_path: Path) -> None:
+    """It writes over what it wrote, and over nothing that the database lacks."""
+    fill(tmp_path / "theirs.db", seed=1).close()
+    fill(tmp_path / "ours.db").close()
+    folder = ("--folder", str(tmp_path / "out"))
+    run("share", "export", *folder, "--db", str(tmp_path / "theirs.db"))
+    before = (tmp_path / "out" / "nvidia-sm90.json").read_text()
+    line = error("share", "export", *folder, "--db", str(tmp_path / "ours.db"))
+    assert "nvidia-sm90.json holds evidence that" in line
+    assert "`mla-tune share contribute` adds to it" in line
+    assert (tmp_path / "out" / "nvidia-sm90.json").read_text() == before
+    fill(tmp_path / "theirs.db", seed=2).close()
+    run("share", "export", *folder, "--db", str(tmp_path / "theirs.db"))
+    assert len(share.read(tmp_path / "out" / "nvidia-sm90.json").devices[0].runs) == 2
+
+
+def test_a_check_of_no_folder_is_no_success(tmp_path: Path) -> None:
+    assert error("share", "check", "--folder", str(tmp_path / "tunig_db")).startswith("no folder ")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    with (tmp_path / "large.json").open("wb") as file:
+        file.truncate(family.MAX_BYTES + 1)
+    for name, fault in (("pipe", "it is a pipe"), ("zero", "a device"), ("large", "more than 64")):
+        path = tmp_path / f"{name}.json"
+        (line,) = share.check(path)
+        assert line.startswith(f"{name}.json: ")
+        assert fault in line
+        assert error("share", "import", str(path), "--db", str(tmp_path / "t.db")) == line
 
 
 def test_nothing_is_imported_for_it_in_serving() -> None:

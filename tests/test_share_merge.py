@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import answer, error, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from share_tables import H200, KERNEL, SINGLE, SPLIT, duel, fill, table_of
+from share_tables import H200, KERNEL, SINGLE, SPLIT, any_kernel, duel, fill, table_of
 
 from mla_tuner import share
 from mla_tuner.errors import ShareError
@@ -17,6 +18,7 @@ from mla_tuner.shapes import Shape
 from mla_tuner.share_format import SharedEntry, SharedRun, SharedTable, render, run_id, settled
 from mla_tuner.share_pool import Entry, pool
 
+__all__ = ["any_kernel"]  # the fixture
 SHAPE = Shape(32768, 1, 16)
 OTHER = Plan("split", 32, "r16")
 FACTS = {
@@ -250,3 +252,17 @@ def test_a_contribution_is_the_file_and_the_text(tmp_path: Path) -> None:
     again = run(*args).stdout
     assert "| 32K b1 h16 bf16 | split x40 r16 | 3x mlx (3 to 3) | 38 | 2 | split x40 r16 |" in again
     assert len(share.read(path).devices[0].runs) == 2
+
+
+@pytest.mark.usefixtures("any_kernel")
+def test_what_was_pulled_of_another_family_is_no_obstacle(tmp_path: Path) -> None:
+    folder, db = tmp_path / "tuning_db", tmp_path / "t.db"
+    other = replace(H200, family="nvidia-sm100", architecture="sm_100", name="NVIDIA B200")
+    theirs = table_of(tmp_path / "theirs.db", duel(SHAPE, MLX), device=other)
+    share.write(theirs, folder / "nvidia-sm100.json")
+    with fill(db) as store:
+        share.into_store(theirs, store)
+    args = ("share", "contribute", "--folder", str(folder), "--db", str(db))
+    (found,) = answer(*args)
+    assert found["file"] == str(folder / "nvidia-sm90.json")
+    assert error(*args) == f"{folder} holds all that is in {db} already"

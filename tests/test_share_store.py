@@ -101,6 +101,20 @@ def test_an_import_is_taken_out_by_its_run(shared: SharedTable, tmp_path: Path) 
         assert set(store.check()["rows"].values()) == {0}  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("any_kernel")
+def test_taking_an_import_out_leaves_what_was_here_as_it_was(tmp_path: Path) -> None:
+    """Thresholds, too: of a kind of which contexts were tuned here and others imported."""
+    found = duel(Shape(8192, 1, 16), SPLIT), duel(SHAPE, SPLIT)
+    theirs = table_of(tmp_path / "b.db", *found, seed=1)
+    with Store(tmp_path / "ours.db") as store:
+        store.record(start(store), SHAPE.bucket, (), duel(SHAPE, LESS))
+        before = store.plans(), store.thresholds(H200.key), store.check()["rows"]
+        (run_id,) = share.into_store(theirs, store)["ids"]
+        assert store.thresholds(H200.key) != before[1]
+        share.undo(store, run_id)
+        assert (store.plans(), store.thresholds(H200.key), store.check()["rows"]) == before
+
+
 def test_a_run_of_this_database_is_not_taken_out(tmp_path: Path) -> None:
     with fill(tmp_path / "t.db") as store:
         (table,) = share.tables(store)

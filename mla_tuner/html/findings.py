@@ -149,7 +149,8 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in parts.items():
         if not isinstance(value, dict):
             raise ValueError(f"run {run['id']}: expected column {name} as a JSON object")
-    clock = {"clock": parts["conditions"]["clock"]} if "clock" in parts["conditions"] else {}
+    clock = {name: value for name, value in parts["conditions"].items() if name == "clock"}
+    expect(clock, list(clock), str)
     return {"day": run["started"][:10], **clock, **parts}
 
 

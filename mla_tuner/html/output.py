@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 
 from ..errors import TunerError
 from .compared import regrets
 from .findings import Findings
+
+
+def apart(*paths: Path | None) -> None:
+    """See that no file takes the place of another. Raises TunerError."""
+    for one, two in combinations((path for path in paths if path), 2):
+        same = one.exists() and two.exists() and one.samefile(two)  # a link counts, too
+        if same or one.resolve() == two.resolve():
+            raise TunerError(f"{two} would replace {one}: name another file")
 
 
 def write(path: Path, text: str) -> Path:

@@ -23,6 +23,7 @@ from ..shapes import Bucket, Geometry, bucket_of
 
 MAX_MISSES = 1024  # buckets that are told apart; more than any server meets
 FORMAT = "mla-tuner misses 1"
+_MISSES = ("family", "gates")  # sources
 MAX_BYTES = 16 << 20  # of a file of misses
 _CURE = "a server writes them with stats().write_misses()"
 
@@ -37,9 +38,9 @@ class Stats:
     routed: calls that ran through `mla_decode`. stock: calls that ran the engine's own code, or the
     same maths where the cache was already written. plans: routed calls by plan. reasons: stock
     calls by reason. look_ups: plans looked up, one a step. classes: "routed" for each attention
-    class of the engine, or why it is left alone. misses: look-ups by bucket that the table had no
-    answer for, so that the gates decided; `MAX_MISSES` buckets, those beyond count in
-    other_misses. engine: whose own code it is, for the log.
+    class of the engine, or why it is left alone. misses: look-ups by bucket that nothing of such a
+    device answered, so that the gates decided or another device lent its plan; `MAX_MISSES`
+    buckets, those beyond count in other_misses. engine: whose own code it is, for the log.
     """
 
     routed: int = 0
@@ -75,11 +76,11 @@ class Stats:
         geometry: Geometry,
         layout: str,
     ) -> None:
-        """A policy's answer, and what it was asked. A miss is one of the gates, for a bucket that
-        can be tuned: contexts outside the grid have none.
+        """A policy's answer, and what it was asked. A miss is one that nobody measured on such a
+        device, for a bucket that can be tuned: contexts outside the grid have none.
         """
         self.look_ups += 1
-        if decision.source != "gates":
+        if decision.source not in _MISSES:
             return
         bucket = bucket_of(context, batch, heads, dtype, geometry, q_len, layout)
         if bucket in self.misses or (bucket.context and len(self.misses) < MAX_MISSES):

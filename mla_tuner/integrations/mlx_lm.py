@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..modes import known_mode
 from ..shapes import MAX_Q_LEN
 from . import absorb as absorption
 from .absorb import absorb
@@ -19,7 +20,6 @@ from .counts import Stats
 from .mla_classes import CLASSES, UNKNOWN_SOURCE, MlaClass, class_of, fingerprint
 from .routing import Router
 from .spans import CACHES, masks_as_known, seen_mask
-from .switch import known_mode
 
 if TYPE_CHECKING:
     from ..plan import Plan

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ..errors import TunerError
-from . import mlx_lm, switch
+from ..modes import mode
+from . import mlx_lm
 
 
 def run(arguments: Sequence[str], *, absorb: bool = False) -> None:
@@ -25,7 +26,7 @@ def run(arguments: Sequence[str], *, absorb: bool = False) -> None:
     name = arguments[0]
     if name.split(".")[0] != "mlx_lm":
         raise TunerError(f"{name} is no command of mlx-lm: mlx_lm.server, mlx_lm.generate, ..")
-    switch.mode()
+    mode()  # refused here, where somebody reads it
     try:
         command = import_module(name).main
     except (ImportError, AttributeError) as error:

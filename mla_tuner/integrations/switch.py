@@ -1,44 +1,17 @@
-"""MLA_TUNER in the environment: what an operator wants of serving, whatever its code says."""
+"""What MLA_TUNER=force makes of a policy."""
 
 from __future__ import annotations
 
-import logging
-import os
 from typing import TYPE_CHECKING
 
 from .. import backends
 from .. import device as devices
 from ..candidates import candidates
-from ..errors import TunerError
 from ..plan import Decision, Plan
 from ..shapes import CONTEXT_GRID, DEEPSEEK, Bucket, Geometry, bucket_of
 
 if TYPE_CHECKING:
     from ..policy import Policy
-
-log = logging.getLogger("mla_tuner")
-MODES = ("off", "log", "force")
-
-
-def mode() -> str:
-    """What MLA_TUNER says, in any case; "" where it says nothing.
-
-    Raises:
-        TunerError: it says something else than `MODES`.
-    """
-    text = os.environ.get("MLA_TUNER", "")
-    if text and text.lower() not in MODES:
-        raise TunerError(f"MLA_TUNER={text!r} is none of {', '.join(MODES)}")
-    return text.lower()
-
-
-def known_mode() -> str:
-    """As `mode`; what it does not know is ignored, with a warning: serving goes on."""
-    try:
-        return mode()
-    except TunerError as error:
-        log.warning("%s: it is ignored", error)
-        return ""
 
 
 class Forced:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from ..modes import known_mode
 from .bindings import Bindings
 from .counts import Stats
 from .mla_classes import fingerprint
-from .switch import known_mode
 from .vllm_routing import Forward, PagedRouter
 
 if TYPE_CHECKING:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 from ..errors import ShareError
 
@@ -21,6 +22,8 @@ TIMEOUT_S = 30.0  # from connecting to the last byte
 MAX_BYTES = 64 << 20  # of an answer: a table of a hundred thousand buckets is smaller
 PLACE = "/-/tuning"  # of what a server offers, below its address
 _CHUNK = 1 << 16
+
+Value = TypeVar("Value")
 
 
 def fetch(url: str, family: str, kernel: str, *, timeout_s: float = TIMEOUT_S) -> str:
@@ -57,7 +60,7 @@ def send(url: str, text: str, token: str, *, timeout_s: float = TIMEOUT_S) -> Ma
     try:
         answer = json.loads(body)
         return {name: int(answer[name]) for name in ("new", "known")}
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ShareError(f"{_name(url)} answered with garbage, not what it stored") from error
 
 
@@ -71,19 +74,37 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-_opener = build_opener(_NoRedirects)
+class _Early:
+    """A server may refuse what it has not read to its end: then its answer counts."""
+
+    def do_open(self, http_class: Any, req: Request, **named: Any) -> Any:
+        class Connection(http_class):  # type: ignore[misc]
+            def send(self, data: Any) -> None:
+                try:
+                    super().send(data)
+                except (BrokenPipeError, ConnectionResetError):
+                    if self.sock is None:
+                        raise
+
+        return super().do_open(Connection, req, **named)  # type: ignore[misc]
+
+
+class _Http(_Early, HTTPHandler):
+    pass
+
+
+class _Https(_Early, HTTPSHandler):
+    pass
+
+
+_opener = build_opener(_NoRedirects, _Http, _Https)
 
 
 def _ask(request: Request, timeout_s: float) -> tuple[int, bytes]:
     """Status and body of an answer, whatever the status."""
-    name, deadline = _name(request.full_url), time.monotonic() + timeout_s
+    name = _name(request.full_url)
     try:
-        try:
-            answer = _opener.open(request, timeout=timeout_s)
-        except HTTPError as error:
-            answer = error  # it has a body like any other
-        with answer:
-            return answer.status or 0, _read(answer, deadline)
+        return _in_time(lambda: _answer(request, timeout_s), timeout_s)
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
@@ -94,13 +115,47 @@ def _ask(request: Request, timeout_s: float) -> tuple[int, bytes]:
         raise ShareError(f"{name} answered with garbage: {reason!r}"[:200]) from error
 
 
-def _read(answer: Any, deadline: float) -> bytes:
-    """A socket's timeout is that of one read: the deadline is that of all of them."""
+def _in_time(action: Callable[[], Value], timeout_s: float) -> Value:
+    """What an action gives, or TimeoutError.
+
+    A socket's own timeout is that of one read: a server that sends a byte a second, in its headers
+    too, would never meet it. The thread that is left behind ends with the process.
+    """
+    done: Future[Value] = Future()
+
+    def act() -> None:
+        try:
+            done.set_result(action())
+        except Exception as error:
+            done.set_exception(error)
+
+    thread = Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not done.done():
+        raise TimeoutError
+    return done.result()
+
+
+def _answer(request: Request, timeout_s: float) -> tuple[int, bytes]:
+    try:
+        answer = _opener.open(request, timeout=timeout_s)
+    except HTTPError as error:
+        answer = error  # it has a body like any other
+    status = answer.status or 0
+    with answer:
+        try:
+            return status, _read(answer)
+        except (http.client.IncompleteRead, ConnectionResetError):
+            if status < 400:
+                raise
+            return status, b""  # refused early, and the reason is lost
+
+
+def _read(answer: Any) -> bytes:
     found = bytearray()
     while chunk := answer.read1(_CHUNK):
         found += chunk
-        if time.monotonic() > deadline:
-            raise TimeoutError
         if len(found) > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES >> 20} MB")
     missing = answer.length  # of what its header promised; None: it promised nothing
@@ -116,7 +171,8 @@ def _address(url: str) -> str:
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         known = False
-    if not known or parts.query or parts.fragment or "@" in parts.netloc or " " in url:
+    plain = re.fullmatch("[!-~]+", url)
+    if not known or parts.query or parts.fragment or "@" in parts.netloc or not plain:
         raise ShareError("the address of a server is http://HOST:PORT or https://HOST")
     return url.rstrip("/").removesuffix(PLACE)
 
@@ -139,4 +195,5 @@ def _reason(body: bytes) -> str:
     except (KeyError, TypeError, ValueError, RecursionError):
         return ""
     line = " ".join(text.split()) if isinstance(text, str) else ""
-    return "".join(each for each in line if each.isprintable())[:300]
+    line = "".join(each for each in line if each.isprintable())[:300]
+    return "" if line.isdigit() else line  # Datasette gives the status again
