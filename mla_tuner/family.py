@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from .device import Device
 from .fits import Speedups, Tuned
 from .plan import Plan
 from .shapes import MAX_PARTITIONS, Bucket, pieces
-from .table import FILE_KINDS, ROW_COLUMNS, Row, checked_row, read_imported
+from .table import ROW_COLUMNS, Row, checked_row, content, read_imported
 
 _PACKAGE = Path(__file__).parent
 FOLDERS = (_PACKAGE / "tuning_db", _PACKAGE.parent / "tuning_db")  # installed; in the source tree
@@ -257,13 +256,7 @@ def _packaged(family: str, kernel: str) -> list[Donor]:
 
 def text_of(path: Path) -> str:
     """A table's text. Raises OSError or ValueError: it is no file, too large, or no UTF-8."""
-    facts = path.stat()
-    kind = FILE_KINDS.get(stat.S_IFMT(facts.st_mode))
-    if kind:
-        raise ValueError(f"it is {kind}")
-    if facts.st_size > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
-    return path.read_text(encoding="utf-8")
+    return content(path, MAX_BYTES).decode().replace("\r\n", "\n")
 
 
 def _donors(text: str, kernel: str, origin: str) -> Iterator[Donor]:

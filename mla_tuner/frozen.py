@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,7 +18,7 @@ from typing import Any
 from . import backends
 from .device import MLX_VERSION, Device, system_version
 from .errors import StoreError
-from .table import FILE_KINDS, ROW_COLUMNS, Row, checked_row
+from .table import ROW_COLUMNS, Row, checked_row, content
 
 FORMAT = "mla-tuner frozen table 1"
 SHORT = 12  # digits of a digest that name a file, and that a required digest needs at least
@@ -96,7 +95,7 @@ def read(folder: Path, digest: str, device: Device) -> Frozen:
     try:
         if not re.fullmatch(f"[0-9a-f]{{{SHORT},64}}", digest):
             raise ValueError(f"expected {SHORT} to 64 digits of its digest; got {digest!r}")
-        data = _content(place(folder, digest))
+        data = content(place(folder, digest), MAX_BYTES)
         whole = digest_of(data)
         if not whole.startswith(digest):
             raise ValueError(f"it has changed, its digest is now {whole[:SHORT]}")
@@ -106,16 +105,6 @@ def read(folder: Path, digest: str, device: Device) -> Frozen:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         problem = str(error)
     return Frozen(digest, problem=problem)
-
-
-def _content(path: Path) -> bytes:
-    facts = path.stat()
-    kind = FILE_KINDS.get(stat.S_IFMT(facts.st_mode))
-    if kind:
-        raise ValueError(f"{path} is {kind}")
-    if facts.st_size > MAX_BYTES:
-        raise ValueError(f"{path} has more than {MAX_BYTES >> 20} MB")
-    return path.read_bytes()
 
 
 def _rows(data: bytes, device: Device) -> tuple[Row, ...]:

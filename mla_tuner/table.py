@@ -156,6 +156,17 @@ FILE_KINDS = {
 }
 
 
+def content(path: Path, most: int) -> bytes:
+    """Of a file of up to so many bytes. Raises OSError, or ValueError: it is none, or larger."""
+    facts = path.stat()
+    kind = FILE_KINDS.get(stat.S_IFMT(facts.st_mode))
+    if kind:
+        raise ValueError(f"it is {kind}")
+    if facts.st_size > most:
+        raise ValueError(f"it has more than {most >> 20} MB")
+    return path.read_bytes()
+
+
 def open_read_only(path: Path) -> sqlite3.Connection:
     """Read-only; as an unchanging file where the folder lets nobody make SQLite's side files."""
     address = f"file:{quote(str(path.absolute()))}?mode=ro"

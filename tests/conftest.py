@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -65,6 +66,23 @@ def kernel() -> None:
     able, reason = backends.get("cpu").available()
     if not able:
         leave(f"the compiled kernel is not built: {reason}")
+
+
+@pytest.fixture
+def stock_mlx_lm() -> Iterator[None]:
+    """mlx-lm as nobody has touched it, before and after the test."""
+    from serving_steps import mlx_lm_as_it_is  # needs mlx-lm, which may be missing
+
+    with mlx_lm_as_it_is():
+        yield
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> Any:
+    """A tiny model of mlx-lm's."""
+    from tiny_models import tiny_model  # as above
+
+    return tiny_model("deepseek_v3")
 
 
 @pytest.fixture(scope="session")

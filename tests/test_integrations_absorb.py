@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from serving_steps import (
     decode,
     distance,
     generated,
-    mlx_lm_as_it_is,
     padded,
     rotating,
     spoken,
@@ -43,13 +41,7 @@ from mla_tuner.integrations import routing
 from mla_tuner.integrations.mlx_lm import absorb, install, patch, stats, uninstall
 from mla_tuner.plan import MLX
 
-pytestmark = pytest.mark.usefixtures("kernel")
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with mlx_lm_as_it_is():
-        yield
+pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
 
 
 # --- the same answers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,26 +11,15 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-tuner[mlx-lm]")
 
 from mlx_lm.models.cache import BatchKVCache, KVCache
-from serving_steps import KINDS, StubPolicy, attention_class, decode, mlx_lm_as_it_is
-from tiny_models import FULL_CONFIGS, tiny_model
+from serving_steps import KINDS, StubPolicy, attention_class, decode
+from tiny_models import FULL_CONFIGS
 
 from mla_tuner.integrations import mlx_lm
 from mla_tuner.integrations.mla_classes import fingerprint
 from mla_tuner.integrations.mlx_lm import install, patch, stats, uninstall
 from mla_tuner.plan import MLX
 
-pytestmark = pytest.mark.usefixtures("kernel")
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with mlx_lm_as_it_is():
-        yield
-
-
-@pytest.fixture(scope="module")
-def deepseek() -> Any:
-    return tiny_model("deepseek_v3")
+pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
 
 
 # --- in and out

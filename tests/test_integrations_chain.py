@@ -19,7 +19,6 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-t
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 from serving_steps import BOUND, StubPolicy, decode, distance, mlx_lm_as_it_is
-from tiny_models import tiny_model
 
 from mla_tuner.integrations.mlx_lm import install, stats, uninstall
 
@@ -42,11 +41,6 @@ def clean() -> Iterator[None]:
         yield
     for holder, function in stock.items():
         setattr(holder, NAME, function)
-
-
-@pytest.fixture(scope="module")
-def deepseek() -> Any:
-    return tiny_model("deepseek_v3")
 
 
 class OwnCache(KVCache):  # type: ignore[misc]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +27,6 @@ from serving_steps import (
     attentions,
     decode,
     distance,
-    mlx_lm_as_it_is,
     padded,
     tokens,
 )
@@ -40,22 +39,11 @@ from mla_tuner.integrations.mla_classes import CLASSES
 from mla_tuner.integrations.mlx_lm import install, patch, stats
 from mla_tuner.plan import MLX, Plan
 
-pytestmark = pytest.mark.usefixtures("kernel")
+pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
 
 # mx.compile takes seconds for the linear attention beside these two: their class is tested alone.
 COMPILED = {"kimi_linear", "kimi_k3"}
 WHOLE = [pytest.param(name, marks=[pytest.mark.slow] * (name in COMPILED)) for name in CONFIGS]
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with mlx_lm_as_it_is():
-        yield
-
-
-@pytest.fixture(scope="module")
-def deepseek() -> Any:
-    return tiny_model("deepseek_v3")
 
 
 # --- the same answers, by kernels that ran

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from serving_steps import (
     decode,
     distance,
     generated,
-    mlx_lm_as_it_is,
     padded,
     rotating,
     rotating_batch,
@@ -35,24 +33,13 @@ from tiny_models import CONFIGS, tiny_model
 from mla_tuner.integrations import spans
 from mla_tuner.integrations.mlx_lm import patch, stats
 
-pytestmark = pytest.mark.usefixtures("kernel")
+pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
 
 FAMILIES = [
     pytest.param(name, marks=[pytest.mark.slow] * name.startswith("kimi"))  # mx.compile takes long
     for name in CONFIGS
 ]
 ROTATED = "padding in the middle of a rotated cache"
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with mlx_lm_as_it_is():
-        yield
-
-
-@pytest.fixture(scope="module")
-def deepseek() -> Any:
-    return tiny_model("deepseek_v3")
 
 
 # --- rotating: two more tokens than the prompt has fit in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +18,6 @@ from serving_steps import (
     breaking,
     decode,
     distance,
-    mlx_lm_as_it_is,
     padded,
     rotating,
     rotating_batch,
@@ -31,23 +30,12 @@ from mla_tuner.integrations import routing
 from mla_tuner.integrations.mlx_lm import install, patch, stats, uninstall
 from mla_tuner.plan import Decision
 
-pytestmark = pytest.mark.usefixtures("kernel")
+pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
 
 ROUTES = [
     pytest.param(name, marks=[pytest.mark.slow] * name.startswith("kimi"))  # mx.compile takes long
     for name in (*CONFIGS, *FULL_CONFIGS)
 ]
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with mlx_lm_as_it_is():
-        yield
-
-
-@pytest.fixture(scope="module")
-def deepseek() -> Any:
-    return tiny_model("deepseek_v3")
 
 
 @pytest.mark.parametrize("name", ROUTES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +13,7 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-tuner[mlx-lm]")
 
 from commands import error, run
-from serving_steps import KINDS, StubPolicy, attention_class, decode, distance, mlx_lm_as_it_is
-from tiny_models import tiny_model
+from serving_steps import KINDS, StubPolicy, attention_class, decode, distance
 
 from mla_tuner import last_run, modes
 from mla_tuner.errors import TunerError
@@ -24,18 +23,7 @@ from mla_tuner.integrations.absorb import CLASSES as ABSORBABLE
 from mla_tuner.integrations.mlx_lm import install, patch, stats
 from mla_tuner.plan import MLX, Plan
 
-pytestmark = pytest.mark.usefixtures("kernel")
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with mlx_lm_as_it_is():
-        yield
-
-
-@pytest.fixture(scope="module")
-def deepseek() -> Any:
-    return tiny_model("deepseek_v3")
+pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
 
 
 # --- the command

@@ -23,22 +23,16 @@ from commands import run
 from mlx.utils import tree_flatten
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
-from serving_steps import StubPolicy, breaking, mlx_lm_as_it_is
+from serving_steps import StubPolicy, breaking
 from tiny_models import VOCABULARY, tiny_config, tiny_model
 
 from mla_tuner.integrations import routing
 from mla_tuner.integrations.mlx_lm import patch, stats
 
-pytestmark = pytest.mark.usefixtures("kernel")
+pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
 
 ANSWER = 12  # tokens
 SHORT, FULL = (4, 16), (8, 200)  # clients and requests
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with mlx_lm_as_it_is():
-        yield
 
 
 def saved(name: str, folder: Path) -> Path:
