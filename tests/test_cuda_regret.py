@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,12 +63,20 @@ def test_slower_than_the_better_path_of_mlx_is_said() -> None:
     assert not rows.slower
 
 
-def test_a_wrong_plan_ends_it() -> None:
-    def check(plan: Plan) -> Checked:
-        return Checked(plan != BEST, 0.5, "row error 0.5", 1e-4)
+def wrong(plan: Plan) -> Callable[[Plan], Checked]:
+    return lambda each: Checked(each != plan, 0.5, "row error 0.5", 1e-4)
 
-    with pytest.raises(WrongError, match=r"3K b1 h16 bf16 split x24 r16: row error 0\.5"):
-        result(TUNED, check_result=check)
+
+def test_a_wrong_plan_is_left_out_and_named() -> None:
+    found = result(TUNED, check_result=wrong(BEST))
+    assert found.best != str(BEST)
+    assert found.wrong == (f"{BEST}: row error 0.5",)
+    assert f"Left out, {found.shape} {BEST}: row error 0.5." in cuda_regret.report([found], "")
+
+
+def test_a_wrong_decision_ends_it() -> None:
+    with pytest.raises(WrongError, match=r"3K b1 h16 bf16 split x12 r16: row error 0\.5"):
+        result(TUNED, check_result=wrong(TUNED.plan))
 
 
 def test_mlx_may_be_out_of_memory_but_not_in_both_paths() -> None:

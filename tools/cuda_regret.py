@@ -6,8 +6,10 @@ for fresh samples. Regret is time(decided) / time(best) - 1; where the decision 
 it counts for the mean. A plan is slower than MLX's better path if the interval of the paired times
 lies above 1.
 
+A plan that is wrong on a shape is named and left out, as the tuner does.
+
 Exits with 0 if the mean is at most 2 % and no decision is slower than MLX's better path; with 1 if
-not, or if a plan is wrong or the table has no say.
+not, or if a decided plan is wrong or the table has no say.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -64,10 +66,11 @@ class Result:
     slower: bool  # than that path, for sure
     plans: int
     seconds: float
+    wrong: tuple[str, ...] = ()  # plans that the tuner would refuse here, and why
 
 
 class WrongError(Exception):
-    """A plan gave a wrong result, failed, or was not timed."""
+    """A decided plan gave a wrong result, one failed, or one was not timed."""
 
 
 def plans_of(shape: Shape, backend: Backend) -> Iterator[Plan]:
@@ -92,15 +95,19 @@ def exact(decision: Decision, shape: Shape, backend: Backend) -> Plan:
 
 def timed(
     shape: Shape, plans: Sequence[Plan], runner: Runner, effort: Effort, budget_s: float
-) -> list[Measurement]:
-    """Those that were timed. Raises WrongError where a plan of ours is wrong, or one was left."""
+) -> tuple[list[Measurement], dict[Plan, str]]:
+    """Those that were timed, and what is wrong with others.
+
+    Raises WrongError where a plan of ours failed, or there was no time for one.
+    """
     found = measure(shape, plans, budget_s=budget_s, runner=runner, effort=effort)
     for each in found:
         if each.status == "timeout":
             raise WrongError(f"{short(shape)} {each.plan}: {each.message}: give a longer --budget")
-        if each.plan.native and each.status != "ok":
+        if each.plan.native and each.status == "error":
             raise WrongError(f"{short(shape)} {each.plan}: {each.message}")
-    return [each for each in found if each.status == "ok"]
+    wrong = {each.plan: each.message for each in found if each.status == "wrong"}
+    return [each for each in found if each.status == "ok"], wrong
 
 
 def result(
@@ -108,13 +115,16 @@ def result(
 ) -> Result:
     """Sweeps a shape, and lets what counts meet once more."""
     started, plans = runner.now(), list(plans_of(shape, backend))
-    swept = timed(shape, plans, runner, SWEEP, 0.8 * budget_s)
+    swept, wrong = timed(shape, plans, runner, SWEEP, 0.8 * budget_s)
     swept.sort(key=lambda each: each.median_us or 0.0)
     decided = exact(decision, shape, backend)
+    if decided in wrong:
+        raise WrongError(f"{short(shape)} {decided}: {wrong[decided]}")
     mlx = [each.plan for each in swept if not each.plan.native]
     finalists = dict.fromkeys([decided, *mlx[:1], *(each.plan for each in swept[:FINALISTS])])
-    final = timed(shape, list(finalists), runner, FINAL, 0.2 * budget_s)
-    return judged(shape, decision, decided, final, len(plans), runner.now() - started)
+    final, _ = timed(shape, list(finalists), runner, FINAL, 0.2 * budget_s)
+    found = judged(shape, decision, decided, final, len(plans), runner.now() - started)
+    return replace(found, wrong=tuple(f"{plan}: {why}" for plan, why in wrong.items()))
 
 
 def judged(
@@ -179,6 +189,8 @@ def report(results: Sequence[Result], clock: str) -> Iterator[str]:
         count = sum(each.source in FROM_TABLE for each in results)
         yield f"Mean regret of {count} decisions from the table: {average:.2%}."
     yield from problems or ["None is slower than MLX's better path."]
+    for each in results:
+        yield from (f"Left out, {each.shape} {line}." for line in each.wrong)
 
 
 def compile_all(shapes: Sequence[Shape], backend: Backend) -> float:
