@@ -205,6 +205,32 @@ def _open_lock(path: Path) -> int:
     return os.open(path, flags)
 
 
+def sample_seconds(queued: bool) -> float:
+    """Seconds that a sample lasts at least."""
+    return QUEUED_SAMPLE_S if queued else SAMPLE_S
+
+
+def chain_length(seconds: float, queued: bool) -> int:
+    """Chained calls of so many seconds that make a sample long enough, up to `MAX_INNER`."""
+    usable = math.isfinite(seconds) and seconds > 0
+    return min(MAX_INNER, math.ceil(sample_seconds(queued) / seconds)) if usable else 1
+
+
+def chain(runner: Runner, plan: Plan, warm_s: float) -> tuple[int, float]:
+    """The chain's length for a plan whose warm call took so long, and the seconds of its calls."""
+    inner, cost_s = 1, warm_s
+    if warm_s > LONGEST_CHAIN * sample_seconds(runner.queued):
+        return inner, cost_s
+    for again in range(4):  # the first samples may still be slower than what follows
+        seconds, _ = runner.sample(plan, inner)
+        cost_s = seconds if math.isfinite(seconds) and seconds > 0 else warm_s
+        wanted = chain_length(seconds, runner.queued)
+        if again and wanted <= inner:
+            break
+        inner = max(inner, wanted)
+    return inner, cost_s
+
+
 @dataclass
 class _Entry:
     """One plan on its way through a session."""
@@ -262,7 +288,7 @@ class _Session:
                 checked = self.runner.check(entry.plan)
                 entry.max_error = checked.max_error
                 if checked.ok:
-                    self._chain(entry, checked.seconds)
+                    entry.inner, entry.cost_s = chain(self.runner, entry.plan, checked.seconds)
                     entry.live = True
                 else:
                     entry.fail("wrong", checked.reason)
@@ -272,32 +298,13 @@ class _Session:
                 entry.fail("error", one_line(error))
         self._even_out()
 
-    def _chain(self, entry: _Entry, warm_s: float) -> None:
-        """Chained calls that make a sample long enough."""
-        entry.cost_s = warm_s
-        if warm_s > LONGEST_CHAIN * self._sample_s:
-            return
-        for again in range(4):  # the first samples may still be slower than what follows
-            seconds, _ = self.runner.sample(entry.plan, entry.inner)
-            usable = math.isfinite(seconds) and seconds > 0
-            entry.cost_s = seconds if usable else warm_s
-            wanted = min(MAX_INNER, math.ceil(self._sample_s / seconds)) if usable else 1
-            if again and wanted <= entry.inner:
-                break
-            entry.inner = max(entry.inner, wanted)
-
-    @property
-    def _sample_s(self) -> float:
-        """Seconds that a sample lasts at least."""
-        return QUEUED_SAMPLE_S if self._queued else SAMPLE_S
-
     def _even_out(self) -> None:
         """Chains of one length, as far as that stays cheap: waiting for a chain's end is shared by
         its calls, and a plan just above `SAMPLE_S` would pay twice what one just below it pays.
         """
         live = [entry for entry in self.entries if entry.live]
         longest = 1 if self._queued else max((entry.inner for entry in live), default=1)
-        longest_s = LONGEST_CHAIN * self._sample_s
+        longest_s = LONGEST_CHAIN * sample_seconds(self._queued)
         for entry in live:
             affordable = int(longest_s / entry.cost_s) if entry.cost_s > 0 else 1
             entry.inner = max(entry.inner, min(longest, affordable))

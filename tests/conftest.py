@@ -1,4 +1,4 @@
-"""What every test gets: no tuning table of the user's, and a policy of its own."""
+"""What every test gets: no tuning tables but its own, and a policy of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from fakes import FakeBackend, FakeRunners
 
-from mla_tuner import backends, bench, modes, overview, policy, tuner, verify
+from mla_tuner import backends, bench, family, modes, overview, policy, tuner, verify
 from mla_tuner import device as devices
 from mla_tuner.plan import MLX
 from mla_tuner.store import Store
@@ -25,6 +25,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("MLA_TUNER", "MLA_TUNER_FROZEN", "MLA_TUNER_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLA_TUNER_DB", str(tmp_path / "tuning.db"))
+    monkeypatch.setattr(family, "FOLDERS", (tmp_path / "no tables",))  # else these decide
     monkeypatch.setattr(policy, "_current", None)
     monkeypatch.setattr(modes, "_said", set())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import shlex
 import sys
@@ -15,7 +14,7 @@ from mla_tuner import device as devices
 from mla_tuner.candidates import candidates
 from mla_tuner.conditions import settle
 from mla_tuner.live import LiveRunners
-from mla_tuner.measure import MAX_INNER, SAMPLE_S, Runner, machine_lock
+from mla_tuner.measure import SAMPLE_S, Runner, chain, chain_length, machine_lock
 from mla_tuner.plan import Plan
 from mla_tuner.shapes import Shape
 
@@ -155,8 +154,11 @@ def _timed(runner: Runner, sweep: Sweep, live: Sequence[Plan], rounds: int) -> S
         for row in samples.values():
             row.append(None)
         for plan in rng.sample(live, len(live)):
-            # Chained calls that make a sample long enough: what the check gave is a warm call.
-            inner = min(MAX_INNER, max(1, math.ceil(SAMPLE_S * 1e6 / sweep.first_us[plan])))
+            known = [us for us in samples[plan] if us is not None]
+            if known:
+                inner = chain_length(min(known) * 1e-6, runner.queued)
+            else:
+                inner, _ = chain(runner, plan, sweep.first_us[plan] * 1e-6)
             seconds, ran = runner.sample(plan, inner)
             if ran is None or (ran.path, ran.partitions) != (plan.path, plan.partitions):
                 raise RuntimeError(f"asked for {plan} at {sweep.shape}, but {ran} ran")
