@@ -2,7 +2,7 @@
 package, and what was imported into the database. Standard library only.
 
 A table may hold tens of thousands of buckets and a server asks for few of them: a bucket's line is
-found by its first fields, and read and checked when it is asked for.
+found by its first fields, as they are written, and read and checked when it is asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -22,7 +22,7 @@ from .candidates import MIN_GAIN, NEARLY_AS_FULL, busy, law, row_groups
 from .device import Device
 from .fits import Speedups, Tuned
 from .plan import Plan
-from .shapes import MAX_PARTITIONS, Bucket, pieces
+from .shapes import CONTEXT_GRID, MAX_PARTITIONS, Bucket, pieces
 from .table import ROW_COLUMNS, Row, checked_row, content, read_imported
 
 _PACKAGE = Path(__file__).parent
@@ -30,8 +30,9 @@ FOLDERS = (_PACKAGE / "tuning_db", _PACKAGE.parent / "tuning_db")  # installed; 
 VERSION = 2  # of the tables' format
 MAX_BYTES = 64 << 20  # a bucket with one run's evidence takes 900 bytes
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*", re.ASCII)
-_BUCKET, _ENTRY, _DEVICE = '   {"context": ', '    {"run": ', " {"  # how lines begin
-_CONTEXT_DIGITS = 12  # more are no context
+# What stands before a device's buckets and after them, before one of them, and after its kind.
+_BUCKETS, _END = b'\n  "buckets": [', b'\n  ],\n  "thresholds": ['
+_BUCKET, _PATH = b'\n   {"context": ', b', "path": '
 _SCALED_WITHIN = 1.3  # of the law's count: as far as fuller waves may move it
 
 log = logging.getLogger("mla_tuner")
@@ -41,8 +42,8 @@ log = logging.getLogger("mla_tuner")
 class Donor:
     """A device with the versions that it was tuned with, and its winners.
 
-    `origin` says where they come from. `kinds` holds rows by their kind (a bucket's fields without
-    the context), then by context: lines of a table, or values of `ROW_COLUMNS`.
+    `origin` says where they come from. `found` holds rows by `name_of` their bucket: what a table
+    has after `"context": `, evidence included, or values of `ROW_COLUMNS`.
     """
 
     key: str
@@ -53,7 +54,7 @@ class Donor:
     mlx: str
     system: str
     origin: str
-    kinds: Mapping[tuple[Any, ...], Mapping[int, str | Sequence[Any]]] = field(repr=False)
+    found: Mapping[bytes, bytes | Sequence[Any]] = field(repr=False)
     _read: dict[Bucket, Row | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -63,7 +64,7 @@ class Donor:
 
     def row(self, bucket: Bucket) -> Row | None:
         """The winner of a bucket; None, with a log line, where it is not as it must be."""
-        raw = self.kinds.get(bucket[1:], {}).get(bucket.context)
+        raw = self.found.get(name_of(bucket))
         if raw is None:
             return None
         if bucket not in self._read:  # a bucket of bad values is said once
@@ -72,13 +73,12 @@ class Donor:
 
     def rows(self, bucket: Bucket) -> list[Row]:
         """Those of all contexts of a bucket's kind, ascending."""
-        found = self.kinds.get(bucket[1:], {})
-        rows = (self.row(bucket._replace(context=n)) for n in sorted(found))
+        rows = (self.row(bucket._replace(context=n)) for n in CONTEXT_GRID)
         return [row for row in rows if row is not None]
 
     def _checked(self, raw: str | Sequence[Any], bucket: Bucket) -> Row | None:
         try:
-            row = checked_row(self._values(raw) if isinstance(raw, str) else raw)
+            row = checked_row(self._values(raw) if isinstance(raw, bytes) else raw)
             if row.bucket != bucket:
                 raise ValueError(f"expected {bucket}; got {row.bucket}")
             if not row.stays and (row.speedup_low is None or row.speedup_low < MIN_GAIN):
@@ -88,13 +88,24 @@ class Donor:
             log.warning("%s: a bucket of %s is left out: %.200s", self.origin, self.key, error)
             return None
 
-    def _values(self, line: str) -> list[Any]:
-        """Of a bucket's line, which ends where its evidence begins. Raises ValueError, TypeError or
-        KeyError.
-        """
+    def _values(self, text: bytes) -> list[Any]:
+        """Of a bucket's line, without its evidence. Raises ValueError, TypeError or KeyError."""
         versions = {"kernel": self.kernel, "mlx": self.mlx, "system": self.system}
-        fields = json.loads(line + "]}") | versions | {"stage": "duel"}
+        fields = (
+            json.loads(_BUCKET + text.partition(b"\n")[0] + b"]}") | versions | {"stage": "duel"}
+        )
         return [fields[name] for name in ROW_COLUMNS]
+
+
+def name_of(bucket: Bucket) -> bytes:
+    """What a table has of a bucket after `"context": `. Never raises."""
+    context, batch, heads, dtype, kv_lora_rank, rope_dim, q_len, layout = bucket
+    name = (
+        f'{context}, "batch": {batch}, "heads": {heads}, "dtype": "{dtype}", '
+        f'"kv_lora_rank": {kv_lora_rank}, "rope_dim": {rope_dim}, "q_len": {q_len}, '
+        f'"layout": "{layout}"'
+    )
+    return name.encode(errors="replace")
 
 
 def load(device: Device, kernel: str, database: Path) -> list[Donor]:
@@ -166,7 +177,7 @@ class Relatives:
     @property
     def twin_buckets(self) -> int:
         """How many buckets twins have; those of several count more than once."""
-        return sum(len(found) for twin in self._twins for found in twin.kinds.values())
+        return sum(len(twin.found) for twin in self._twins)
 
     def twin_kin(self, bucket: Bucket) -> list[Tuned]:
         """What twins found for all contexts of a bucket's kind."""
@@ -246,7 +257,7 @@ def _packaged(family: str, kernel: str) -> list[Donor]:
     folder = next((each for each in FOLDERS if each.is_dir()), FOLDERS[0])
     path = folder / f"{family}.json"
     try:
-        return list(_donors(text_of(path), kernel, f"the shared table {path.name}"))
+        return list(_donors(data_of(path), kernel, f"the shared table {path.name}"))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -254,31 +265,31 @@ def _packaged(family: str, kernel: str) -> list[Donor]:
         return []
 
 
-def text_of(path: Path) -> str:
-    """A table's text. Raises OSError or ValueError: it is no file, too large, or no UTF-8."""
-    return content(path, MAX_BYTES).decode().replace("\r\n", "\n")
+def data_of(path: Path) -> bytes:
+    """A table's bytes, lines ended by LF. Raises OSError or ValueError: no file, or too large."""
+    data = content(path, MAX_BYTES)
+    return data.replace(b"\r\n", b"\n") if b"\r" in data else data
 
 
-def _donors(text: str, kernel: str, origin: str) -> Iterator[Donor]:
-    """The devices of a text with this kernel. Raises ValueError: it has not the layout."""
-    rest: list[str] = []
-    buckets: list[list[str]] = [[]]  # those before the first device are nobody's
-    for line in text.split("\n"):
-        if line.startswith(_BUCKET):
-            buckets[-1].append(line)
-        elif not line.startswith(_ENTRY):
-            rest.append(line)
-            if line == _DEVICE:
-                buckets.append([])
-    table = json.loads("\n".join(rest))
+def _donors(data: bytes, kernel: str, origin: str) -> Iterator[Donor]:
+    """The devices of a table with this kernel. Raises ValueError: it has not the layout."""
+    rest, *parts = data.split(_BUCKETS)
+    buckets = []
+    for part in parts:
+        lines, end, after = part.partition(_END)
+        rest += _BUCKETS + (end + after if end else part)  # without any there is no end either
+        buckets.append(lines if end else b"")
+    table = json.loads(rest)
     if not isinstance(table, dict) or table.get("version") != VERSION:
         raise ValueError(f"expected version {VERSION} of the format")
     devices = table["devices"]
-    if not isinstance(devices, list) or len(devices) != len(buckets) - 1:
+    left = [isinstance(devices, list) and device["buckets"] for device in devices]
+    if len(devices) != len(buckets) or any(left):
         raise ValueError("its layout is not that of `mla-tune share export`")
-    for device, lines in zip(devices, buckets[1:], strict=True):
+    for device, lines in zip(devices, buckets, strict=True):
         if device["kernel"] == kernel:
-            yield Donor(**_facts(device), origin=origin, kinds=_indexed(lines))
+            found = {text[: text.find(_PATH)]: text for text in lines.split(_BUCKET)[1:]}
+            yield Donor(**_facts(device), origin=origin, found=found)
 
 
 _FACTS: dict[str, tuple[type, ...]] = {
@@ -302,29 +313,18 @@ def _facts(device: Mapping[str, Any]) -> dict[str, Any]:
     return {name: device[name] for name in _FACTS}
 
 
-def _indexed(lines: Iterable[str]) -> dict[tuple[Any, ...], dict[int, str]]:
-    """Lines by what stands between context and path, then by context."""
-    by_text: dict[str, dict[int, str]] = {}
-    for line in lines:
-        context, _, rest = line[len(_BUCKET) :].partition(", ")
-        kind = rest.partition(', "path": ')[0]
-        if context.isdecimal() and len(context) < _CONTEXT_DIGITS:
-            by_text.setdefault(kind, {})[int(context)] = line
-    return {tuple(json.loads(f"{{{kind}}}").values()): found for kind, found in by_text.items()}
-
-
 # --- what was imported ---------------------------------------------------------------------------
 
 
 def _imported(family: str, kernel: str, database: Path) -> Iterator[Donor]:
-    donors: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[int, Sequence[Any]]]] = {}
+    donors: dict[tuple[Any, ...], dict[bytes, Sequence[Any]]] = {}
     for facts, values in read_imported(database, family, kernel):
-        context, *kind = values[: len(Bucket._fields)]
-        donors.setdefault(facts, {}).setdefault(tuple(kind), {})[context] = values
-    for facts, kinds in donors.items():
+        bucket = Bucket(*values[: len(Bucket._fields)])
+        donors.setdefault(facts, {})[name_of(bucket)] = values
+    for facts, found in donors.items():
         try:
             known = _facts(dict(zip(_FACTS, facts, strict=True)))
         except ValueError as error:
             log.warning("an imported device is not used: %.200s", error)
             continue
-        yield Donor(**known, origin="imported", kinds=kinds)
+        yield Donor(**known, origin="imported", found=found)

@@ -16,7 +16,7 @@ from .backends import cuda_tiles, metal_tiles
 from .candidates import MIN_GAIN
 from .device import Device
 from .errors import ShareError
-from .family import text_of
+from .family import data_of
 from .plan import Plan
 from .shapes import Bucket, pieces
 from .share_format import (
@@ -117,7 +117,7 @@ def _write(path: Path, text: str) -> Path:
 def read(path: Path) -> SharedTable:
     """The table in a file. Raises ShareError, one line with the file and the field."""
     try:
-        text = text_of(path)
+        text = data_of(path).decode()
     except OSError as error:
         raise ShareError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -169,7 +169,7 @@ def load(text: str, name: str) -> SharedTable:
 def check(path: Path) -> list[str]:
     """What is wrong with a file, a line each that names it; empty: it can be relied on."""
     try:
-        text = text_of(path)
+        text = data_of(path).decode()
     except OSError as error:
         return [f"{path.name}: {error.strerror}"]
     except ValueError as error:

@@ -85,15 +85,15 @@ def laid_out(data: Any) -> str:
     """As the export writes it, so that serving gets to see what is wrong inside."""
     text = json.dumps(data)
     for mark, line in (
-        ('"devices": [', '"devices": [\n {\n'),
+        ('"buckets": [', '\n  "buckets": ['),
         ('{"context": ', '\n   {"context": '),
         ('"evidence": [', '"evidence": [\n'),
         ('{"run": ', '    {"run": '),
-        ('}]}], "thresholds"', '}]}\n], "thresholds"'),
+        ('}]}], "thresholds"', '}]}\n  ],\n  "thresholds"'),
         ('}]}, \n   {"context"', '}]},\n   {"context"'),
     ):
         text = text.replace(mark, line)
-    return text.replace(" {\n{", " {\n")
+    return text
 
 
 def text_changed(text: str, rng: random.Random) -> str:
