@@ -323,6 +323,30 @@ def test_twenty_thousand_buckets_load_as_lines(
     print(f"a look-up takes {min(rounds) * 1e6:.2f} us")
 
 
+COMMITTED = sorted((Path(__file__).parents[1] / "tuning_db").glob("*-*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
+def test_a_committed_table_decides_on_a_device_like_its_own(
+    path: Path, cuda: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every bucket of it; the look-up reads what `share check` has found to be in order."""
+    monkeypatch.setattr(family, "FOLDERS", (path.parent,))
+    table = share.read(path)
+    for theirs in table.devices:
+        names = ("backend", "architecture", "cores", "memory_gb", "name", "cache_bytes")
+        here = Device(family=table.family, **{name: getattr(theirs, name) for name in names})
+        cuda.name, cuda.kernel = theirs.backend, theirs.kernel
+        monkeypatch.setattr(policy, "MLX_VERSION", theirs.mlx)
+        monkeypatch.setattr(devices, "system_version", lambda system=theirs.system: system)
+        found = Policy.load(HERE, here)
+        for bucket in theirs.buckets:
+            decision = found.decide(bucket.context, bucket.batch, bucket.heads, bucket.dtype)
+            assert decision.source == "tuned"
+            plan = Plan(bucket.path, bucket.partitions, bucket.tile)
+            assert (decision.plan, decision.speedup) == (plan, bucket.speedup)
+
+
 def test_the_whole_way_from_a_database(tmp_path: Path) -> None:
     with fill(tmp_path / "t.db") as store:
         share.export(store, tmp_path / "tuning_db")
