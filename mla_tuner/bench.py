@@ -12,6 +12,7 @@ from .live import IsolatedRunners
 from .measure import Progress, machine_lock, measure
 from .plan import PATHS, Plan
 from .shapes import Bucket, Shape, piece_tokens, pieces
+from .words import counted
 
 Row = dict[str, object]
 
@@ -46,7 +47,7 @@ def refusal(plan: Plan, shape: Shape, device: Device) -> str | None:
     count = pieces(shape.context, plan.partitions)
     if count != plan.partitions:
         tokens = piece_tokens(shape.context, plan.partitions)
-        return f"context {shape.context} makes only {count} pieces of {tokens} tokens"
+        return f"context {shape.context} makes only {counted(count, 'piece')} of {tokens} tokens"
     return backends.get(device.backend).refusal(plan, shape)
 
 

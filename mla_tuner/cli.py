@@ -57,6 +57,7 @@ from .shapes import (
     Shape,
     effective_batch,
 )
+from .words import counted
 
 if TYPE_CHECKING:
     from .shapes import Bucket
@@ -397,9 +398,9 @@ def db_rebuild(db: Path | None, as_json: bool | None) -> None:
     from .store import Store
 
     with Store(_db(db), create=False, upgrade=True) as store:
-        answer = {"path": str(store.path), "plans": store.rebuild()}
-    text = f"{answer['plans']} plans derived from the evidence in {answer['path']}"
-    _print(answer, [text], as_json)
+        plans = store.rebuild()
+    text = f"{counted(plans, 'plan')} derived from the evidence in {store.path}"
+    _print({"path": str(store.path), "plans": plans}, [text], as_json)
 
 
 @db.command("freeze")
@@ -419,11 +420,18 @@ def db_freeze(device: str | None, out: Path | None, db: Path | None, as_json: bo
     here, path = _device(device), _db(db)
     with Store(path, create=False) as store:
         data, rows = frozen.freeze(store.plans(here.key), here)
+    imported = frozen.origins(rows, path, here)
     digest = frozen.digest_of(data)
     out = out or frozen.place(path.parent, digest)
     frozen.write(out, data)
-    text = [f"{rows} plans frozen in {out}", f"to require them: MLA_TUNER_FROZEN={digest}"]
-    _print({"path": str(out), "digest": digest, "rows": rows}, text, as_json)
+    text = [f"{counted(len(rows), 'plan')} frozen in {out}"]
+    text += [
+        f"tuned on another {name} (imported): {counted(number, 'bucket')}"
+        for name, number in imported.items()
+    ]
+    text.append(f"to require them: MLA_TUNER_FROZEN={digest}")
+    answer = {"path": str(out), "digest": digest, "rows": len(rows), "imported": imported}
+    _print(answer, text, as_json)
 
 
 main.add_command(share_cli.share)

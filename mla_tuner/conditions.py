@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .device import SYSTEM, Device, System
 from .errors import BusyError
+from .words import counted
 
 # Others may take so much of the cores that are timed. With half of each, even a kernel on one core
 # meets others in half of its samples, and no median is that of a quiet machine.
@@ -81,7 +82,7 @@ def objection(found: Mapping[str, object], device: Device, cpus: int) -> str | N
     assert isinstance(others, float)
     assert isinstance(speed, int)
     if others - (cpus - needed) > MAX_OTHERS * needed:  # the cores that are not needed are free
-        return f"other processes use {others:.1f} of {cpus} cores"
+        return f"other processes use {others:.1f} of {counted(cpus, 'core')}"
     if found.get("low_power_mode") or found.get("platform_profile") == "low-power":
         return "low-power mode is on"
     driver = found.get("driver", "")  # unknown is not slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,7 +19,7 @@ from typing import Any
 from . import backends
 from .device import MLX_VERSION, Device, system_version
 from .errors import StoreError
-from .table import ROW_COLUMNS, Row, checked_row, content
+from .table import ROW_COLUMNS, Row, checked_row, content, read_imported
 
 FORMAT = "mla-tuner frozen table 1"
 SHORT = 12  # digits of a digest that name a file, and that a required digest needs at least
@@ -37,24 +38,34 @@ class Frozen:
     problem: str = ""
 
 
-def freeze(rows: Iterable[Row], device: Device) -> tuple[bytes, int]:
+def freeze(rows: Iterable[Row], device: Device) -> tuple[bytes, list[Row]]:
     """The winners of a device that count here, as canonical JSON: the same rows, the same bytes.
 
-    rows: all of the device, in the order they were found in. Also gives the number of those taken.
-    Raises StoreError where none counts.
+    rows: all of the device, in the order they were found in. Also gives those taken. Raises
+    StoreError where none counts.
     """
     kernel, system = backends.get(device.backend).digest(), system_version()
-    taken = {row.bucket: row for row in rows if row.counts(kernel, MLX_VERSION, system)}
-    if not taken:
+    found = {row.bucket: row for row in rows if row.counts(kernel, MLX_VERSION, system)}
+    if not found:
         raise StoreError(f"no plan counts here for {device.key}: run mla-tune, then freeze")
+    taken = [found[bucket] for bucket in sorted(found)]
     table = {
         "format": FORMAT,
         "device": device.key,
         "columns": ROW_COLUMNS,
-        "rows": [_values(taken[bucket]) for bucket in sorted(taken)],
+        "rows": [_values(row) for row in taken],
     }
     text = json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.encode() + b"\n", len(taken)
+    return text.encode() + b"\n", taken
+
+
+def origins(rows: Iterable[Row], path: Path, device: Device) -> Counter[str]:
+    """How many of these winners of a device came with imported runs, by the name of the device that
+    they were measured on. `path` is the database's.
+    """
+    found = read_imported(path, device.family, backends.get(device.backend).digest())
+    names = {checked_row(values): facts[1] for facts, values in found if facts[0] == device.key}
+    return Counter(names[row] for row in rows if row in names)
 
 
 def digest_of(data: bytes) -> str:

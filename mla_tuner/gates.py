@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .candidates import KAPPA, busy, law, row_groups
 from .plan import MLX, Plan
 from .shapes import CONTEXT_GRID, MAX_PARTITIONS
+from .words import counted
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -119,7 +120,7 @@ def long_context(bucket: Bucket) -> Gate:
 def few_rows(bucket: Bucket) -> Gate:
     """Whether the cache's bytes are what takes the time, not arithmetic."""
     if bucket.heads <= FEW_ROWS:
-        return True, f"{bucket.heads} heads are {FEW_ROWS} or fewer"
+        return True, f"{counted(bucket.heads, 'head')}, no more than {FEW_ROWS}"
     return False, (
         f"not tuned here, and {bucket.heads} heads are more than the {FEW_ROWS} up to which "
         "untuned shapes are split: run `mla-tune`"
@@ -129,7 +130,7 @@ def few_rows(bucket: Bucket) -> Gate:
 def cores_known(device: Device) -> Gate:
     """Whether there is a count to compare the work with."""
     if device.cores is not None:
-        return True, f"the device has {device.cores} cores"
+        return True, f"the device has {counted(device.cores, 'core')}"
     return False, "the device's core count is unknown"
 
 
@@ -137,7 +138,8 @@ def idle(tasks: int, cores: int) -> Gate:
     """`tasks` = row groups x batch: what one partition gives the device to do."""
     if tasks < cores:
         return True, f"one pass keeps {tasks} of {cores} cores busy"
-    return False, f"not tuned here, and one pass keeps all {cores} cores busy: run `mla-tune`"
+    whole = f"all {counted(cores, 'core')}"
+    return False, f"not tuned here, and one pass keeps {whole} busy: run `mla-tune`"
 
 
 def filled(bucket: Bucket, cores: int, backend: Backend) -> Gate:

@@ -27,6 +27,7 @@ from .evidence import (
 )
 from .plan import MLX, Plan
 from .shapes import Shape
+from .words import counted
 
 DRIFT = 0.05  # a round whose canary strays this far from its running median is dropped
 CANARY_MEMORY = 5  # rounds in that median; dropped ones count, so a lasting change is accepted
@@ -443,7 +444,7 @@ class _Session:
         low, high = median_interval(ratios) or (None, None)
         samples_us = tuple(seconds * 1e6 for seconds in entry.samples)
         drifted = f"{default.plan} drifted" if default else ""
-        note = f"{self.dropped} rounds dropped: {drifted}" if self.dropped else ""
+        note = f"{counted(self.dropped, 'round')} dropped: {drifted}" if self.dropped else ""
         return Measurement(
             *(self.shape, entry.plan, "ok", note, entry.max_error, len(samples_us)),
             *(median(samples_us), percentile(samples_us, 0.1), percentile(samples_us, 0.9)),

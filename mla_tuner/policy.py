@@ -28,6 +28,7 @@ from .modes import known_mode
 from .plan import MLX, Decision, Plan
 from .shapes import DEEPSEEK, MAX_BATCH, Bucket, Geometry, bucket_fields, bucket_of
 from .table import Row, default_path, read_rows
+from .words import counted
 
 MAX_CACHED = 65536  # decisions; more distinct buckets than any server sees
 STEPS = ("off", "frozen", "tuned", "fitted", "family", "gates")  # after the caller's own plan
@@ -222,7 +223,8 @@ class Policy:
             name = f"the bucket of context {bucket.context} and batch {bucket.batch}"
             twins = self._relatives.twin_buckets
             also = f", {twins} on other devices like this" if twins else ""
-            return self._stale.get(bucket) or f"{name} is not tuned; {len(self)} others are{also}"
+            others = f"{counted(len(self), 'other')} {'is' if len(self) == 1 else 'are'}{also}"
+            return self._stale.get(bucket) or f"{name} is not tuned; {others}"
         refusal = self._refusal(row.plan, bucket)
         if refusal:
             return refusal
@@ -428,7 +430,8 @@ def _required(digest: str, path: str | Path | None, device: Device) -> Frozen:
     except StoreError as error:
         table = Frozen(digest, problem=str(error))
     if not table.problem:
-        log.info("frozen table %s: %d plans for %s", table.digest, len(table.rows), device.key)
+        plans = counted(len(table.rows), "plan")
+        log.info("frozen table %s: %s for %s", table.digest, plans, device.key)
         return table
     problem = f"frozen table {table.digest[:12]} is not used: {table.problem}"
     log.warning("%s; every shape runs mlx", problem)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from .answers import plan_of, short
 from .shapes import DEEPSEEK
+from .words import counted
 
 if TYPE_CHECKING:
     from .evidence import Measurement
@@ -73,11 +74,6 @@ def duration(seconds: float) -> str:
     return f"{large} {units[0]}" + (f" {small} {units[1]}" if small else "")
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 bucket`, `2 buckets`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _digits(value: float) -> str:
     if value >= 99.95:
         return f"{value:.0f}"
@@ -94,7 +90,8 @@ def start(event: RunStarted) -> str:
     text = f"Tuning {device.key} ({device.name}): {left}, {duration(event.budget_s)}."
     if days:
         since = min(days) if min(days) == max(days) else f"{min(days)} to {max(days)}"
-        text += f" {len(days)} of {total} are tuned already ({since})."
+        are = "is" if len(days) == 1 else "are"
+        text += f" {len(days)} of {total} {are} tuned already ({since})."
     return text
 
 

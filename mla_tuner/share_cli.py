@@ -9,6 +9,7 @@ import click
 from .console import database, show
 from .options import db_option, json_option, options, refuse_unused
 from .server import cli as server_cli
+from .words import counted
 
 
 @click.group()
@@ -60,14 +61,14 @@ def share_import(
     if undo is not None:
         with Store(database(db), create=False) as store:
             count = tables.undo(store, undo)
-        text = f"run {undo} is taken out: it had {count} buckets"
+        text = f"run {undo} is taken out: it had {counted(count, 'bucket')}"
         show({"run": undo, "buckets": count}, [text], as_json)
         return
     assert file is not None
     table = tables.read(file)
     with Store(database(db)) as store:
         answer = tables.into_store(table, store, file.name)
-    lines = ["{buckets} buckets added, {known} known already".format(**answer)]
+    lines = [f"{counted(answer['buckets'], 'bucket')} added, {answer['known']} known already"]
     lines += [f"to undo: mla-tune share import --undo {run}" for run in answer["ids"]]
     show(answer, lines, as_json)
 
@@ -82,12 +83,13 @@ def share_merge(out: Path, sources: tuple[Path, ...], as_json: bool | None) -> N
 
     if databases.is_one(sources[0]):
         answer = databases.merge(out, sources)
-        text = "{measurements} measurements, runs: {runs}".format(**answer)
+        text = counted(answer["measurements"], "measurement")
     else:
         from . import share as tables
 
         answer = tables.merge(out, sources)
-        text = "{buckets} buckets, runs: {runs}".format(**answer)
+        text = counted(answer["buckets"], "bucket")
+    text += f" of {counted(answer['runs'], 'run')}"
     show({"file": str(out), **answer}, [f"{out}: {text}"], as_json)
 
 

@@ -12,6 +12,7 @@ from .answers import short
 from .errors import ShareError
 from .share_format import SharedBucket, SharedDevice, SharedRun, SharedTable
 from .store import Store
+from .words import counted
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def contribute(store: Store, folder: Path) -> list[Contribution]:
 def _title(mine: SharedTable) -> str:
     names = ", ".join(sorted({device.name for device in mine.devices}))
     count = sum(len(device.buckets) for device in mine.devices)
-    return f"Tuning table of {names}: {count} {'bucket' if count == 1 else 'buckets'}"
+    return f"Tuning table of {names}: {counted(count, 'bucket')}"
 
 
 def _text(mine: SharedTable, before: SharedTable | None, after: SharedTable) -> Iterator[str]:

@@ -22,6 +22,7 @@ from .share_pool import Entry, Pooled, pool
 from .table import BUCKET_COLUMNS
 
 VERSION: Final = 2
+FAMILY: Final = r"^[a-z0-9][a-z0-9_.-]*$"
 _DIGITS = 4  # of a time or a speed-up: more is noise
 
 Text = Annotated[str, Field(max_length=200)]
@@ -169,8 +170,8 @@ class SharedRun(_Strict):
     options: dict[Text, Option]
 
 
-class SharedDevice(_Strict):
-    """One device with one kernel, MLX and system (OS and driver)."""
+class SharedFacts(_Strict):
+    """A device, and what it was measured with: one kernel, MLX and system."""
 
     key: Text
     backend: Literal["cpu", "cuda", "metal"]
@@ -182,30 +183,31 @@ class SharedDevice(_Strict):
     kernel: Digest
     mlx: Annotated[str, Field(min_length=1, max_length=40)]
     system: Annotated[str, Field(min_length=1, max_length=200)]
-    runs: Annotated[tuple[SharedRun, ...], Field(min_length=1, strict=False)]
-    buckets: Annotated[tuple[SharedBucket, ...], Field(min_length=1, strict=False)]
-    thresholds: Annotated[tuple[SharedThreshold, ...], Field(strict=False)]
 
     @property
     def versions(self) -> tuple[str, str, str, str]:
         """Key, kernel, MLX and system: what evidence must agree in to be pooled."""
         return self.key, self.kernel, self.mlx, self.system
 
+
+class SharedDevice(SharedFacts):
+    """One device with one kernel, MLX and system (OS and driver)."""
+
+    runs: Annotated[tuple[SharedRun, ...], Field(min_length=1, strict=False)]
+    buckets: Annotated[tuple[SharedBucket, ...], Field(min_length=1, strict=False)]
+    thresholds: Annotated[tuple[SharedThreshold, ...], Field(strict=False)]
+
     @property
     def facts(self) -> dict[str, Any]:
         """All but what the runs add: the fields before `runs`."""
-        names = [name for name in SharedDevice.model_fields if name not in _MEASURED]
-        return {name: getattr(self, name) for name in names}
-
-
-_MEASURED = ("runs", "buckets", "thresholds")
+        return {name: getattr(self, name) for name in SharedFacts.model_fields}
 
 
 class SharedTable(_Strict):
     """All that is known of a chip family; the name of the file is the family's."""
 
     version: Literal[2]
-    family: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=80)]
+    family: Annotated[str, Field(pattern=FAMILY, max_length=80)]
     devices: Annotated[tuple[SharedDevice, ...], Field(min_length=1, strict=False)]
 
 

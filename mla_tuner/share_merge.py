@@ -17,6 +17,7 @@ from .share_format import (
     SharedTable,
     settled,
 )
+from .words import counted
 
 
 def merged(a: SharedTable, b: SharedTable) -> SharedTable:
@@ -106,8 +107,7 @@ def _winner(bucket: SharedBucket) -> str:
     span = ""
     if bucket.speedup_low is not None and bucket.speedup_high is not None:
         span = f" {bucket.speedup:.3g}x [{bucket.speedup_low:.3g}, {bucket.speedup_high:.3g}]"
-    runs = len(bucket.evidence)
-    return f"{bucket.plan}{span} of {runs} {'run' if runs == 1 else 'runs'}"
+    return f"{bucket.plan}{span} of {counted(len(bucket.evidence), 'run')}"
 
 
 def described(found: Mapping[str, list[dict[str, Any]]], names: tuple[str, str]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from .schema import KEY
 from .shapes import Bucket
 from .share_pool import Entry, pool
 from .table import BUCKET_COLUMNS, ROW_COLUMNS, checked_row
+from .words import counted
 
 OF_BUCKET = " AND ".join(f"{name} = ?" for name in BUCKET_COLUMNS)
 _DECIDED = ("duel", "refute")
@@ -197,7 +198,7 @@ def _store(
     )
     checked_row(values)
     columns = ("device", *ROW_COLUMNS, "reason", "run")
-    reason = f"{len(told)} imported {'run' if len(told) == 1 else 'runs'}"
+    reason = counted(len(told), "imported run")
     row = (device, *values, reason, max(each.run for each in told))
     connection.execute(
         f"INSERT OR IGNORE INTO plan ({', '.join(columns)}) "

@@ -12,6 +12,7 @@ from typing import Any
 from .answers import tokens
 from .errors import TunerError
 from .plan import PATHS
+from .words import counted
 from .wrapper_bench_chart import svg
 
 Answer = Mapping[str, Any]
@@ -91,7 +92,8 @@ def _tables(rows: Sequence[Row]) -> Iterator[str]:
 def table_of(row: Row) -> str:
     """What the rows of one table, and of one panel of the chart, have in common."""
     q_len = f", q_len {row['q_len']}" if row["q_len"] > 1 else ""
-    return f"{row['dtype']}, {row['heads']} heads, {row['geometry']}, {row['layout']}{q_len}"
+    heads = counted(row["heads"], "head")
+    return f"{row['dtype']}, {heads}, {row['geometry']}, {row['layout']}{q_len}"
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

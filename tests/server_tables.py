@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +27,7 @@ from mla_tuner.store import Store
 KERNEL = "0123456789abcdef"
 CPU = Device("cpu", "x86_64-avx2", "x86_64-avx2", 2, 24, "test CPU", 32 << 20)
 SECRET = "0123456789abcdef" * 4
+PUSH = f"{PLACE}/push"
 SPLIT = Plan("split", 4, "r16")
 _SOFTWARE = {"mla_tuner": "0.1.0", "mlx": "0.32.4", "os": "Linux 6", "system": "Linux 6"}
 
@@ -89,6 +92,44 @@ def repeated(table: share.SharedTable, number: int, more_heads: int = 0) -> shar
 
 def runs_in(table: share.SharedTable) -> set[str]:
     return {run.id for device in table.devices for run in device.runs}
+
+
+class Server:
+    """A server in this process, asked without a network."""
+
+    def __init__(self, path: Path, secret: str | None = SECRET) -> None:
+        from mla_tuner.server import app
+
+        self.path = path
+        self.datasette = app.application(path, secret)
+
+    def __call__(self, job: Callable[[Any], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            await self.datasette.invoke_startup()
+            return await job(self.datasette)
+
+        return asyncio.run(run())
+
+    def get(self, path: str) -> Any:
+        return self(lambda datasette: datasette.client.get(path))
+
+    def post(self, path: str, content: str | bytes, token: str | None = None) -> Any:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return self(lambda datasette: datasette.client.post(path, content=content, headers=headers))
+
+    def token(self, **restrictions: Any) -> str:
+        return str(self(lambda datasette: datasette.create_token("alice", **restrictions)))
+
+    def push(self, *tables: share.SharedTable) -> list[dict[str, int]]:
+        token = self.token()
+        answers = [self.post(PUSH, share.render(each), token) for each in tables]
+        assert [each.status_code for each in answers] == [200] * len(tables)
+        return [each.json() for each in answers]
+
+
+def links(page: str, part: str) -> list[str]:
+    """Addresses of a kind that a page leads to."""
+    return [html.unescape(each) for each in re.findall(rf'href="(/-/tuning/{part}[^"]*)"', page)]
 
 
 @contextmanager

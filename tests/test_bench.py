@@ -14,6 +14,7 @@ from mla_tuner.evidence import Measurement
 from mla_tuner.measure import Checked
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import Shape
+from mla_tuner.words import counted
 
 KEYS = [
     *("shape", "path", "partitions", "tile", "median_us", "p10_us", "p90_us", "ratio_to_mlx"),
@@ -88,7 +89,7 @@ def test_what_cannot_run_as_asked_is_said_first_and_never_run(fake: FakeRunners)
         )
         first = told[-2]
         assert (first.plan, first.status) == (plan, "error")
-        assert f"makes only {able} pieces of " in first.message
+        assert f"makes only {counted(able, 'piece')} of " in first.message
         assert [row["median_us"] is None for row in rows] == [False, True]
         assert fake.last is not None
         assert plan not in fake.last.calls

@@ -62,8 +62,8 @@ def decide(policy: Policy, context: int = 32768) -> Decision:
 
 def test_the_same_rows_make_the_same_bytes() -> None:
     rows = [row(65536), row(32768), row(32768, median_us=1.0)]
-    data, count = frozen.freeze(rows, DEVICE)
-    assert count == 2
+    data, taken = frozen.freeze(rows, DEVICE)
+    assert taken == [row(32768, median_us=1.0), row(65536)]
     assert data == frozen.freeze([row(32768, median_us=1.0), row(65536)], DEVICE)[0]
     table = json.loads(data)
     assert data == json.dumps(table, sort_keys=True, separators=(",", ":")).encode() + b"\n"
@@ -75,7 +75,8 @@ def test_only_what_counts_is_frozen() -> None:
     stale = [row(kernel="other"), row(mlx="0.1"), row(system="another")]
     with pytest.raises(StoreError, match=r"no plan counts here for .*: run mla-tune"):
         frozen.freeze(stale, DEVICE)
-    assert frozen.freeze([*stale, row(65536, system=system_version())], DEVICE)[1] == 1
+    good = row(65536, system=system_version())
+    assert frozen.freeze([*stale, good], DEVICE)[1] == [good]
 
 
 @pytest.mark.parametrize("digits", [12, 13, 64])
@@ -234,11 +235,36 @@ def freeze(db: Path, *args: str, code: int = 0) -> Result:
 def test_the_command_puts_it_where_serving_looks(db: Path, loaded) -> None:
     found = json.loads(freeze(db, "--json").stdout)
     digest = found["digest"]
-    assert found == {"path": str(frozen.place(db.parent, digest)), "digest": digest, "rows": 1}
+    path = frozen.place(db.parent, digest)
+    assert found == {"path": str(path), "digest": digest, "rows": 1, "imported": {}}
     assert decide(loaded(digest)).plan == SPLIT
-    text = freeze(db, "--out", str(db.parent / "x.json")).stdout
-    assert f"MLA_TUNER_FROZEN={digest}" in text
-    assert frozen.digest_of((db.parent / "x.json").read_bytes()) == digest
+    out = db.parent / "x.json"
+    text = freeze(db, "--out", str(out)).stdout
+    assert text == f"1 plan frozen in {out}\nto require them: MLA_TUNER_FROZEN={digest}\n"
+    assert frozen.digest_of(out.read_bytes()) == digest
+
+
+def import_run(db: Path, *contexts: int, kernel: str = "digest") -> None:
+    """Another run, with a number as imported ones have it."""
+    write(db, *contexts, kernel=kernel)
+    with closing(sqlite3.connect(db)) as connection:
+        last, first = connection.execute("SELECT max(id), min(0, min(id)) FROM run").fetchone()
+        for table, column in (("plan", "run"), ("measurement", "run"), ("run", "id")):
+            change = f"UPDATE {table} SET {column} = ? WHERE {column} = ?"
+            connection.execute(change, [first - 1, last])
+        connection.commit()
+
+
+def test_the_command_says_which_plans_were_imported_and_from_whom(db: Path) -> None:
+    import_run(db, 1024, kernel="other")  # does not count
+    import_run(db, 65536)
+    found = json.loads(freeze(db, "--json").stdout)
+    assert (found["rows"], found["imported"]) == (2, {"test": 1})
+    assert "\ntuned on another test (imported): 1 bucket\n" in freeze(db).stdout
+    import_run(db, 2048, 4096)
+    assert "\ntuned on another test (imported): 3 buckets\n" in freeze(db).stdout
+    write(db, 2048, 4096, 65536)  # tuned here after all
+    assert json.loads(freeze(db, "--json").stdout)["imported"] == {}
 
 
 def test_the_command_says_what_it_cannot_do(db: Path) -> None:

@@ -138,7 +138,7 @@ def test_log_prints_the_counts_at_the_end(
             decode(deepseek, 1, None, (1,))
     (show,) = at_end
     show()
-    assert capsys.readouterr().err.startswith("2 calls routed, 2 stock, 1 look-ups\n  2 by split")
+    assert capsys.readouterr().err.startswith("2 calls routed, 2 stock, 1 look-up\n  2 by split")
 
 
 def test_log_says_why_where_nothing_was_counted(

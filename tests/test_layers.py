@@ -75,7 +75,7 @@ LAYERS = [
     ["backends"],
     ["caches", "device", "plan"],
     ["modes", "shapes"],
-    ["errors"],
+    ["errors", "words"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 # The factory names its products, inside a function.

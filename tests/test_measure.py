@@ -234,7 +234,7 @@ def test_a_round_with_a_straying_canary_is_dropped() -> None:
     runner.drift = lambda now: next(spikes)
     found = run(runner, MLX, SINGLE, effort=Effort(6, 8))
     assert len(runner.paused) == 1
-    assert found[MLX].message == found[SINGLE].message == "1 rounds dropped: mlx drifted"
+    assert found[MLX].message == found[SINGLE].message == "1 round dropped: mlx drifted"
     assert set(found[MLX].samples_us) == {20e3}
     assert found[MLX].rounds == 8
     for m in found.values():

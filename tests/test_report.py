@@ -197,7 +197,7 @@ def test_a_start_says_what_is_tuned_and_since_when() -> None:
         "46 buckets, 5 min. 2 of 48 are tuned already (2026-11-29 to 2026-11-30)."
     )
     last = report.start(RunStarted(device, 1, 2, ("2026-11-29",)))
-    assert last.endswith("1 bucket, 1 s. 1 of 2 are tuned already (2026-11-29).")
+    assert last.endswith("1 bucket, 1 s. 1 of 2 is tuned already (2026-11-29).")
 
 
 def test_verified(printed) -> None:

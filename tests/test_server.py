@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import html
 import json
 import re
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from server_tables import CPU, KERNEL, SECRET, SPLIT, repeated, table
+from server_tables import CPU, KERNEL, PUSH, SPLIT, Server, links, repeated, table
 
 from mla_tuner import share
 from mla_tuner.device import Device
@@ -28,40 +27,6 @@ pytest.importorskip("datasette", reason="datasette is not installed")
 
 H200 = Device("cuda", "sm_90", "nvidia-sm90", 132, 140, "NVIDIA H200", 60 << 20)
 FAMILY = f"/-/tuning/tables/{CPU.family}.json"
-PUSH = "/-/tuning/push"
-
-
-class Server:
-    """A server in this process, asked without a network."""
-
-    def __init__(self, path: Path, secret: str | None = SECRET) -> None:
-        from mla_tuner.server import app
-
-        self.path = path
-        self.datasette = app.application(path, secret)
-
-    def __call__(self, job: Callable[[Any], Awaitable[Any]]) -> Any:
-        async def run() -> Any:
-            await self.datasette.invoke_startup()
-            return await job(self.datasette)
-
-        return asyncio.run(run())
-
-    def get(self, path: str) -> Any:
-        return self(lambda datasette: datasette.client.get(path))
-
-    def post(self, path: str, content: str | bytes, token: str | None = None) -> Any:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        return self(lambda datasette: datasette.client.post(path, content=content, headers=headers))
-
-    def token(self, **restrictions: Any) -> str:
-        return str(self(lambda datasette: datasette.create_token("alice", **restrictions)))
-
-    def push(self, *tables: share.SharedTable) -> list[dict[str, int]]:
-        token = self.token()
-        answers = [self.post(PUSH, share.render(each), token) for each in tables]
-        assert [each.status_code for each in answers] == [200] * len(tables)
-        return [each.json() for each in answers]
 
 
 @pytest.fixture
@@ -211,8 +176,10 @@ def test_a_server_without_a_secret_takes_nothing(server: Server, tmp_path: Path)
     server.push(table(tmp_path))
     reader, text = Server(server.path, None), share.render(repeated(table(tmp_path), 1))
     before = reader.get(FAMILY).text
-    assert reader.post(PUSH, text, server.token()).status_code == 401
-    assert reader.post(PUSH, text).status_code == 403
+    for token, status in ((server.token(), 401), (server.token()[:-4] + "AAAA", 401), (None, 403)):
+        answer = reader.post(PUSH, text, token)
+        assert answer.status_code == status
+        assert answer.json()["error"].endswith("it has to be started with --writable")
     assert reader.get(FAMILY).text == before
     assert "This server only reads" in reader.get("/-/tuning").text
     reader.datasette.close()
@@ -242,10 +209,6 @@ def test_arbitrary_sql_is_not_for_everybody(server: Server) -> None:
 
 
 # --- pages ---------------------------------------------------------------------------------------
-
-
-def links(page: str, part: str) -> list[str]:
-    return [html.unescape(each) for each in re.findall(rf'href="(/-/tuning/{part}[^"]*)"', page)]
 
 
 def test_pages_lead_from_devices_to_evidence(server: Server, tmp_path: Path) -> None:

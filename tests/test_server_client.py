@@ -217,6 +217,7 @@ def test_a_server_that_never_ends(start: bytes) -> None:
         (saying(b'{"new": ' + b"9" * 5000 + b"}"), ["not JSON", "garbage, not what"]),
         (saying(b"", 302, Location="http://127.0.0.1:9/"), ["status 302, Found"] * 2),
         (saying(b'{"error": "no"}', 403), [": no", "refused the token: no"]),
+        (saying(b'{"error": "only reads"}', 401), [": only", "refused the token: only reads"]),
     ],
 )
 def test_a_server_that_answers_garbage(say: Any, texts: list[str]) -> None:

@@ -9,6 +9,7 @@ from itertools import groupby
 from ..answers import tokens
 from ..plan import PATHS
 from ..report import microseconds, speedup
+from ..words import counted
 from . import compared, tables
 from .findings import Finding, Findings
 from .tables import Table
@@ -50,7 +51,7 @@ def _kinds(found: Findings) -> list[tuple[str, list[Finding]]]:
     """Buckets that differ in context and batch alone."""
 
     def title(each: Finding) -> str:
-        return f"{each.bucket.heads} heads, {tables.kind_text(each.bucket._asdict())}"
+        return f"{counted(each.bucket.heads, 'head')}, {tables.kind_text(each.bucket._asdict())}"
 
     ordered = sorted(found.findings, key=lambda each: each.bucket[2:])
     return [(name, list(some)) for name, some in groupby(ordered, key=title)]

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..answers import short, tokens
 from ..plan import NATIVE_PATHS
-from ..report import counted, speedup
+from ..report import speedup
+from ..words import counted
 from . import compared
 from .findings import Findings
 
@@ -49,12 +50,13 @@ def summary(found: Findings) -> list[tuple[str, str, str]]:
     if not rows:
         return [("0", "shapes with a plan", "the evidence decides nothing yet")]
     gains, many = [row.speedup for row in rows], counted(len(rows), "shape")
+    noun = "measurement" if found.measurements == 1 else "measurements"
     own, split = (sum(row.plan.path in some for row in rows) for some in (NATIVE_PATHS, ("split",)))
     tiles = [
         (speedup(geometric_mean(gains)), "mean speed-up", f"geometric, of {many}"),
         (f"{speedup(min(gains))} to {speedup(max(gains))}", "speed-up", "least and most"),
         (f"{own} of {len(rows)}", "won by our kernel", f"{split} of them split"),
-        (f"{found.measurements:,}", "measurements", f"of {counted(len(found.findings), 'shape')}"),
+        (f"{found.measurements:,}", noun, f"of {counted(len(found.findings), 'shape')}"),
     ]
     kept = [value for each in found.findings if (value := compared.regret(each)) is not None]
     if kept:

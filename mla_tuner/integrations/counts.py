@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import StoreError
 from ..plan import Decision
 from ..shapes import Bucket, Geometry, bucket_of
+from ..words import counted
 
 MAX_MISSES = 1024  # buckets that are told apart; more than any server meets
 FORMAT = "mla-tuner misses 1"
@@ -116,7 +117,8 @@ class Stats:
         )
 
     def __str__(self) -> str:
-        lines = [f"{self.routed} calls routed, {self.stock} stock, {self.look_ups} look-ups"]
+        routed, look_ups = counted(self.routed, "call"), counted(self.look_ups, "look-up")
+        lines = [f"{routed} routed, {self.stock} stock, {look_ups}"]
         lines += [f"  {count} by {plan}" for plan, count in self.plans.most_common()]
         lines += [f"  {count} stock: {why}" for why, count in self.reasons.most_common()]
         missed = self.misses.total() + self.other_misses

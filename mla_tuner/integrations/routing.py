@@ -12,6 +12,7 @@ from ..caches import DenseCache
 from ..ops import last_run, mla_decode
 from ..plan import MLX, Decision, Plan
 from ..shapes import GEOMETRIES, MAX_HEADS, MAX_Q_LEN, Geometry, effective_batch
+from ..words import counted
 from .counts import Stats
 from .mla_classes import MlaClass, forward, plain
 from .spans import SeenMask, Span, span_of
@@ -153,7 +154,8 @@ class Router:
         if dtype not in _DTYPES:
             return Step(problem, Decision(MLX, "gates", ""), f"dtype {dtype}")
         if geometry not in GEOMETRIES or heads > MAX_HEADS:
-            return Step(problem, Decision(MLX, "gates", ""), f"{heads} heads of width {geometry}")
+            why = f"{counted(heads, 'head')} of width {geometry}"
+            return Step(problem, Decision(MLX, "gates", ""), why)
         if window is not None:  # a call for each query
             q_len, (lengths, starts, _) = 1, problem.span.queries(q_len)[-1]
         padding = starts or (0,) * len(lengths)

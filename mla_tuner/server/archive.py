@@ -8,19 +8,31 @@ and what all rows say together depends on the set of them alone. The winners are
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import datetime, timezone
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..device import Device
 from ..errors import ShareError
 from ..evidence import median_interval
 from ..shapes import Bucket
-from ..share_format import SharedBucket, SharedDevice, SharedEntry, SharedRun, SharedTable
+from ..share_format import (
+    FAMILY,
+    SharedBucket,
+    SharedDevice,
+    SharedEntry,
+    SharedFacts,
+    SharedRun,
+    SharedTable,
+    run_id,
+)
 from ..table import BUCKET_COLUMNS
 
 VERSION = 1
@@ -32,7 +44,6 @@ Row = tuple[object, ...]
 class Piece(NamedTuple):
     """A row of evidence with its run. facts: of the device, as `SharedDevice.facts`."""
 
-    id: int
     family: str
     facts: dict[str, Any]
     bucket: Bucket
@@ -124,23 +135,22 @@ def add(db: sqlite3.Connection, table: SharedTable, contributor: str) -> dict[st
     return {"new": new, "known": total - new}
 
 
-def since(db: sqlite3.Connection, after: int) -> Iterator[Piece]:
-    """What was added after the row `after`, oldest first.
-
-    Raises:
-        ValueError: somebody else wrote into the file.
+def since(db: sqlite3.Connection, after: int) -> Iterator[tuple[int, Piece | str]]:
+    """What was added after the row `after`, oldest first, with the rows' numbers. Of a row that is
+    not what `add` wrote, one line that says why: somebody else wrote into the file.
     """
     asked = (
-        "SELECT evidence.id, family, facts, run.body AS run, evidence.body AS entry, "
-        f"{', '.join(BUCKET_COLUMNS)} FROM evidence JOIN run ON run.id = evidence.run "
+        "SELECT evidence.id, hash, family, facts, run.body, evidence.body, "
+        f"{', '.join(BUCKET_COLUMNS)} FROM evidence LEFT JOIN run ON run.id = evidence.run "
         "WHERE evidence.id > ? ORDER BY evidence.id"
     )
-    for at, family, facts, run, entry, *bucket in db.execute(asked, [after]):
-        yield Piece(
-            *(at, family, json.loads(facts), Bucket(*bucket)),
-            SharedRun.model_validate_json(run),
-            SharedEntry.model_validate_json(entry),
-        )
+    for at, *row in db.execute(asked, [after]):
+        found: Piece | str
+        try:
+            found = _piece(*row)
+        except (ValueError, TypeError) as error:
+            found = f"row {at}, {' '.join(str(error).split()):.200}"
+        yield at, found
 
 
 # --- inside ------------------------------------------------------------------------------------
@@ -162,7 +172,7 @@ def _run_row(family: str, device: SharedDevice, run: SharedRun, by: tuple[str, s
 
 def _evidence_row(bucket: SharedBucket, entry: SharedEntry, by: tuple[str, str]) -> Row:
     body = entry.model_dump_json()
-    digest = sha256(json.dumps([*bucket.bucket, body]).encode()).hexdigest()
+    digest = _digest(bucket.bucket, body)
     ratios = entry.entry.ratios
     low, high = median_interval(ratios) or (None, None)
     return (
@@ -170,6 +180,34 @@ def _evidence_row(bucket: SharedBucket, entry: SharedEntry, by: tuple[str, str])
         *(entry.baseline, entry.failed, median(ratios) if ratios else None, low, high),
         *(len(ratios), entry.day, body),
     )
+
+
+def _digest(bucket: Bucket, body: str) -> str:
+    return sha256(json.dumps([*bucket, body]).encode()).hexdigest()
+
+
+def _piece(digest: str, family: str, facts: str, run: str, body: str, *fields: Any) -> Piece:
+    """Raises ValueError or TypeError: the row or its run is not what it was when it was added."""
+    bucket = Bucket(*fields)
+    if digest != _digest(bucket, body) or bucket.shape.bucket != bucket:
+        raise ValueError("its hash is not that of a bucket and its body")
+    entry = SharedEntry.model_validate_json(body)
+    measured, told = _run(family, facts, run)
+    if entry.entry.run != told.id:
+        raise ValueError("its run is another one")
+    return Piece(family, measured.model_dump(), bucket, told, entry)
+
+
+@lru_cache(256)  # of evidence that lies together
+def _run(family: str, facts: str, body: str) -> tuple[SharedFacts, SharedRun]:
+    """Raises ValueError or TypeError as `_piece`."""
+    device, run = SharedFacts.model_validate_json(facts), SharedRun.model_validate_json(body)
+    if run.id != run_id(device.versions, run.model_dump()):
+        raise ValueError("its run's id is not the digest of what the run says")
+    of = (device.backend, device.architecture, family, device.cores, device.memory_gb, device.name)
+    if Device(*of, device.cache_bytes).key != device.key or not re.fullmatch(FAMILY, family):
+        raise ValueError("its run is of no such device or family")
+    return device, run
 
 
 def _make(db: sqlite3.Connection, path: Path) -> None:

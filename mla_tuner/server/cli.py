@@ -11,6 +11,7 @@ from ..console import database, show
 from ..errors import ShareError
 from ..options import db_option, device_option, json_option, option, options
 from ..parse import count, duration
+from ..words import counted
 
 _SECRET = "DATASETTE_SECRET"
 _LEAST_SECRET = 16
@@ -80,8 +81,9 @@ def pull(
     with Store(database(db)) as store:
         added = share.into_store(table, store, name)
     answer = {"server": server, "family": table.family, **added}
-    told = f"{added['buckets']} new and {added['known']} known results of {added['runs']} new runs"
-    show(answer, [f"{table.family}: {told}, in {database(db)}"], as_json)
+    told = f"{added['buckets']} new and {added['known']} known results"
+    runs = counted(added["runs"], "new run")
+    show(answer, [f"{table.family}: {told} of {runs}, in {database(db)}"], as_json)
 
 
 @click.command()

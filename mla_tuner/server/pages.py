@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from datasette import NotFound, PayloadTooLarge, Response, hookimpl
 from datasette.permissions import Action
 from datasette.resources import DatabaseResource
+from datasette.tokens import TokenHandler, TokenInvalid
 
 from .. import share
 from ..answers import short
@@ -22,6 +23,7 @@ from ..errors import ShareError
 from ..evidence import median_interval
 from ..share_format import SharedBucket, SharedDevice, SharedEntry, SharedTable
 from ..table import BUCKET_COLUMNS
+from ..words import counted
 from . import archive
 from .charts import COLOURS, Point, curves, forest
 from .client import PLACE
@@ -29,6 +31,7 @@ from .config import NAME
 from .reading import Reading
 
 PUSH = "push-tables"  # the permission that a token needs
+_READ_ONLY = "this server only reads: to take tables it has to be started with --writable"
 _VERSIONS = ("key", "kernel", "mlx", "system")
 
 
@@ -86,10 +89,25 @@ def _loaded(body: bytes) -> SharedTable:
         raise ShareError("the table: not UTF-8 text") from error
 
 
+def _writable(datasette: Any) -> bool:
+    return bool(datasette.setting("allow_signed_tokens"))
+
+
+class _NoTokens(TokenHandler):  # type: ignore[misc]
+    """Of a server that only reads: Datasette's own would say that tokens are not enabled."""
+
+    name = "none"
+
+    async def verify_token(self, datasette: Any, token: str) -> None:
+        raise TokenInvalid(_READ_ONLY)
+
+
 async def push(datasette: Any, request: Any) -> Any:
     """Add a table, all or nothing. With a token alone: there is no other way in."""
     if request.method != "POST":
         return Response.error("tables are pushed with POST", 405)
+    if not _writable(datasette):
+        return Response.error(_READ_ONLY, 403)
     if not await datasette.allowed(action=PUSH, actor=request.actor):
         return Response.error("pushing takes a token of this server that allows it", 403)
     try:
@@ -124,8 +142,9 @@ async def devices(datasette: Any, request: Any) -> Any:
         return Response.json({"ok": True, "devices": found})
     more = {
         "families": sorted(reading.tables),
+        "left_out": _left_out(reading.left_out),
         "database": NAME,
-        "writable": datasette.setting("allow_signed_tokens"),
+        "writable": _writable(datasette),
     }
     return await _page(datasette, request, "tuning_devices.html", devices=found, **more)
 
@@ -193,6 +212,11 @@ def _counts(device: SharedDevice) -> dict[str, Any]:
         "runs": len(device.runs),
         "last_day": max(bucket.day for bucket in device.buckets),
     }
+
+
+def _left_out(lines: list[str]) -> str:
+    """How many rows are in no table, and why the first of them is not; "" without any."""
+    return f"Left out, {counted(len(lines), 'row')} of evidence: {lines[0]}" if lines else ""
 
 
 def _bucket(datasette: Any, device: SharedDevice, bucket: SharedBucket) -> dict[str, Any]:
@@ -266,6 +290,11 @@ def register_actions() -> list[Any]:
     return [Action(name=PUSH, description="Add tables of a chip family")]
 
 
+def register_token_handler(datasette: Any) -> list[TokenHandler]:
+    """Asked before Datasette's own, which was registered earlier."""
+    return [] if _writable(datasette) else [_NoTokens()]
+
+
 def register_routes() -> list[tuple[str, Any]]:
     """Addresses and what answers there."""
     return [
@@ -282,5 +311,5 @@ def menu_links(datasette: Any) -> list[dict[str, str]]:
     return [{"href": datasette.urls.path(PLACE), "label": "Tuning tables"}]
 
 
-for _hook in (register_actions, register_routes, menu_links):
+for _hook in (register_actions, register_token_handler, register_routes, menu_links):
     hookimpl(_hook)

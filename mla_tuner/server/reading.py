@@ -11,24 +11,29 @@ from . import archive
 
 
 class Reading:
-    """Tables by family, as of the last `refresh`."""
+    """Tables by family, as of the last `refresh`, and a line for each row that is in none."""
 
     def __init__(self) -> None:
         self.tables: dict[str, SharedTable] = {}
+        self.left_out: list[str] = []
         self._at = 0  # the newest row that is in them
         self._texts: dict[tuple[str, str], str] = {}
 
     def refresh(self, db: sqlite3.Connection) -> None:
-        """Take in what was added since the last time. Raises ValueError: a row is malformed."""
+        """Take in what was added since the last time."""
         families: dict[str, list[archive.Piece]] = {}
-        at = self._at
-        for piece in archive.since(db, at):
-            families.setdefault(piece.family, []).append(piece)
-            at = piece.id
+        at, left_out = self._at, [*self.left_out]
+        for number, found in archive.since(db, at):
+            at = number
+            if isinstance(found, str):
+                left_out.append(found)
+            else:
+                families.setdefault(found.family, []).append(found)
         if families:
             added = {family: _table(family, pieces) for family, pieces in families.items()}
-            found = {name: merged(self.tables.get(name, new), new) for name, new in added.items()}
-            self.tables, self._texts, self._at = {**self.tables, **found}, {}, at
+            new = {name: merged(self.tables.get(name, each), each) for name, each in added.items()}
+            self.tables, self._texts = {**self.tables, **new}, {}
+        self._at, self.left_out = at, left_out
 
     def text(self, family: str, kernel: str) -> str | None:
         """A family's table with the devices of one kernel ("": all); None where there are none."""
