@@ -334,8 +334,8 @@ class Policy:
         return own or next((row for row, _ in self._relatives.twin_rows(bucket)), None)
 
     def _where(self, bucket: Bucket) -> str:
-        if bucket in self._rows:
-            return _HERE
+        if bucket in self._rows:  # a frozen table doesn't say whose they were
+            return "a device like this" if self.frozen else _HERE
         twin = next(twin for _, twin in self._relatives.twin_rows(bucket))
         return f"another {twin.name} ({twin.origin})"
 
