@@ -370,13 +370,9 @@ def software(system: System = SYSTEM) -> dict[str, str]:
 
     Keys: mla_tuner, mlx, python, os, kernel, system (see `system_version`), and driver where known.
     """
-    from importlib.metadata import PackageNotFoundError, version
+    from . import __version__
 
-    try:
-        own = version("mla-tuner")
-    except PackageNotFoundError:
-        own = "not installed"
-    versions = {"mla_tuner": own, "mlx": MLX_VERSION, "python": platform.python_version()}
+    versions = {"mla_tuner": __version__, "mlx": MLX_VERSION, "python": platform.python_version()}
     versions |= {"os": _os_version(system) or system.os_name, "kernel": platform.release()}
     versions["system"] = system_version(system)
     driver = _driver_version(system)
