@@ -32,8 +32,15 @@ MAX_BYTES = 64 << 20  # a bucket with one run's evidence takes 900 bytes
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*", re.ASCII)
 # What stands before a device's buckets and after them, before one of them, and after its kind.
 _BUCKETS, _END = b'\n  "buckets": [', b'\n  ],\n  "thresholds": ['
-_BUCKET, _PATH = b'\n   {"context": ', b', "path": '
+_BUCKET, _PATH, _EVIDENCE = b'\n   {"context": ', b', "path": ', b', "evidence": ['
+# All names of a device's buckets, a line each: see `name_of`.
+_NAMES = re.compile(
+    rb'(?:\d{1,12}, "batch": \d{1,12}, "heads": \d{1,12}, "dtype": "\w{1,20}", '
+    rb'"kv_lora_rank": \d{1,12}, "rope_dim": \d{1,12}, "q_len": \d{1,12}, "layout": "\w{1,20}"\n)*'
+)
 _SCALED_WITHIN = 1.3  # of the law's count: as far as fuller waves may move it
+
+_LAYOUT = "its layout is not that of `mla-tune share export`"
 
 log = logging.getLogger("mla_tuner")
 
@@ -100,11 +107,14 @@ class Donor:
 def name_of(bucket: Bucket) -> bytes:
     """What a table has of a bucket after `"context": `. Never raises."""
     context, batch, heads, dtype, kv_lora_rank, rope_dim, q_len, layout = bucket
-    name = (
-        f'{context}, "batch": {batch}, "heads": {heads}, "dtype": "{dtype}", '
-        f'"kv_lora_rank": {kv_lora_rank}, "rope_dim": {rope_dim}, "q_len": {q_len}, '
-        f'"layout": "{layout}"'
-    )
+    try:
+        name = (
+            f'{context}, "batch": {batch}, "heads": {heads}, "dtype": "{dtype}", '
+            f'"kv_lora_rank": {kv_lora_rank}, "rope_dim": {rope_dim}, "q_len": {q_len}, '
+            f'"layout": "{layout}"'
+        )
+    except ValueError:  # Python writes no int of more than 4300 digits
+        return b""
     return name.encode(errors="replace")
 
 
@@ -257,7 +267,7 @@ def _packaged(family: str, kernel: str) -> list[Donor]:
     folder = next((each for each in FOLDERS if each.is_dir()), FOLDERS[0])
     path = folder / f"{family}.json"
     try:
-        return list(_donors(data_of(path), kernel, f"the shared table {path.name}"))
+        return list(_donors(data_of(path), family, kernel, f"the shared table {path.name}"))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -271,25 +281,36 @@ def data_of(path: Path) -> bytes:
     return data.replace(b"\r\n", b"\n") if b"\r" in data else data
 
 
-def _donors(data: bytes, kernel: str, origin: str) -> Iterator[Donor]:
+def _donors(data: bytes, family: str, kernel: str, origin: str) -> Iterator[Donor]:
     """The devices of a table with this kernel. Raises ValueError: it has not the layout."""
-    rest, *parts = data.split(_BUCKETS)
-    buckets = []
+    head, *parts = data.split(_BUCKETS)
+    rest, buckets = [head], []
     for part in parts:
         lines, end, after = part.partition(_END)
-        rest += _BUCKETS + (end + after if end else part)  # without any there is no end either
+        rest.append(end + after if end else part)  # without any bucket there is no end either
         buckets.append(lines if end else b"")
-    table = json.loads(rest)
+    table = json.loads(_BUCKETS.join(rest))
     if not isinstance(table, dict) or table.get("version") != VERSION:
         raise ValueError(f"expected version {VERSION} of the format")
+    if table["family"] != family:
+        raise ValueError(f"it is of family {table['family']!a:.80}")
     devices = table["devices"]
-    left = [isinstance(devices, list) and device["buckets"] for device in devices]
-    if len(devices) != len(buckets) or any(left):
-        raise ValueError("its layout is not that of `mla-tune share export`")
+    left = isinstance(devices, list) and any(device["buckets"] for device in devices)
+    if not isinstance(devices, list) or len(devices) != len(buckets) or left:
+        raise ValueError(_LAYOUT)
     for device, lines in zip(devices, buckets, strict=True):
         if device["kernel"] == kernel:
-            found = {text[: text.find(_PATH)]: text for text in lines.split(_BUCKET)[1:]}
-            yield Donor(**_facts(device), origin=origin, found=found)
+            yield Donor(**_facts(device), origin=origin, found=_named(lines))
+
+
+def _named(buckets: bytes) -> dict[bytes, bytes]:
+    """Texts of buckets by `name_of`. Raises ValueError: one could not be found."""
+    before, *texts = buckets.split(_BUCKET)
+    found = {text[: text.find(_PATH)]: text for text in texts}
+    all_named = _NAMES.fullmatch(b"".join([name + b"\n" for name in found]))
+    if before or not all_named or buckets.count(_EVIDENCE) != len(found):
+        raise ValueError(_LAYOUT)
+    return found
 
 
 _FACTS: dict[str, tuple[type, ...]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +199,46 @@ def test_a_table_that_is_none_is_one_log_line(
     assert len(caplog.messages) == 1
     assert "nvidia-sm90.json is not used: " in caplog.messages[0]
     assert "\n" not in caplog.messages[0]
+
+
+LAYOUTS = {
+    "indent": (r'(?m)^   \{"context"', '    {"context"'),
+    "one indent": (r'   \{"context": 32768', '    {"context": 32768'),
+    "no space": (r'"heads": ', '"heads":'),
+    "a field more": (r', "path": ', ', "more": 1, "path": '),
+    "no path": (r', "path": ', ', "way": '),
+    "no thresholds": (r'\n  "thresholds": ', '\n  "more": '),
+    "a line": (r"\n", ""),
+    "devices": (r'"devices": \[(?s:.*)\]', '"devices": {}'),
+    "another family": (r'"family": "nvidia-sm90"', '"family": "nvidia-sm80"'),
+}
+
+
+@pytest.mark.parametrize(("found", "instead"), LAYOUTS.values(), ids=LAYOUTS)
+def test_no_bucket_of_another_layout_is_lost_without_a_word(
+    tmp_path: Path, found: str, instead: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """JSON that says the same, or nearly: buckets are found by their bytes."""
+    path = packaged(tmp_path, SHORT, LONG)
+    path.write_text(re.sub(found, lambda _: instead, path.read_text()))
+    assert load(H200).decide(32768, 1, 16, "bfloat16").source == "gates"
+    assert len(caplog.messages) == 1
+    assert "nvidia-sm90.json is not used: " in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    "heads", [10**5000, -(10**5000), 0, "16"], ids=["huge", "hugely negative", "none", "a text"]
+)
+def test_what_is_no_head_count_finds_nothing(tmp_path: Path, heads: object) -> None:
+    packaged(tmp_path, LONG)
+    assert load(H200).decide(32768, 1, heads, "bfloat16").plan == MLX  # type: ignore[arg-type]
+
+
+def test_many_devices_take_no_longer_each(tmp_path: Path) -> None:
+    """Ended by a fault after all of them were read: quadratic work would take minutes."""
+    text = '{"version": 2, "family": "nvidia-sm90", "devices": [' + '\n  "buckets": [' * 500_000
+    packaged(tmp_path, LONG).write_text(text)
+    assert load(H200).decide(32768, 1, 16, "bfloat16").source == "gates"
 
 
 @pytest.mark.parametrize("device", [H200, CUT], ids=["a twin", "another"])

@@ -9,7 +9,7 @@ lies above 1.
 A plan that is wrong on a shape is named and left out, as the tuner does.
 
 Exits with 0 if the mean is at most 2 % and no decision is slower than MLX's better path; with 1 if
-not, or if a decided plan is wrong or the table has no say.
+not, or if a decided plan is wrong, a kernel fails its proof, or the table has no say.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def result(
         raise WrongError(f"{short(shape)} {decided}: {wrong[decided]}")
     mlx = [each.plan for each in swept if not each.plan.native]
     finalists = dict.fromkeys([decided, *mlx[:1], *(each.plan for each in swept[:FINALISTS])])
-    final, _ = timed(shape, list(finalists), runner, FINAL, 0.2 * budget_s)
+    final, late = timed(shape, list(finalists), runner, FINAL, 0.2 * budget_s)
     found = judged(shape, decision, decided, final, len(plans), runner.now() - started)
-    return replace(found, wrong=tuple(f"{plan}: {why}" for plan, why in wrong.items()))
+    return replace(found, wrong=tuple(f"{plan}: {why}" for plan, why in (wrong | late).items()))
 
 
 def judged(

@@ -95,7 +95,7 @@ def _record(out: Path, budget_s: float, force: bool) -> int:
         print(line, file=sys.stderr)
 
     try:
-        recording = record.record(out, record.GRID, budget_s=budget_s, tell=tell, force=force)
+        recording = record.record(out, budget_s=budget_s, tell=tell, force=force)
     except (BusyError, ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1

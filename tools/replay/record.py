@@ -14,7 +14,7 @@ from mla_tuner import device as devices
 from mla_tuner.candidates import candidates
 from mla_tuner.conditions import settle
 from mla_tuner.live import LiveRunners
-from mla_tuner.measure import SAMPLE_S, Runner, chain, chain_length, machine_lock
+from mla_tuner.measure import Runner, chain, chain_length, machine_lock, sample_seconds
 from mla_tuner.plan import Plan
 from mla_tuner.shapes import Shape
 
@@ -43,7 +43,10 @@ GRID = [
     *[Shape(c, 1, 20) for c in (1024, 4096, 16384, 1536, 6000, 12000)],
     Shape(5000, 2, 16),
     Shape(40000, 1, 16),
-    # From here on for GPUs. Of more than 2^24 cached rows x heads MLX's own path takes tens of GB.
+]
+# More for GPUs, up to 2^24 cached tokens x heads: of more MLX's own path takes tens of GB.
+GPU_GRID = [
+    *GRID,
     *[Shape(c, 1, 16) for c in (65536, 131072, 100000)],
     *[Shape(c, 1, 128) for c in (16384, 32768, 65536, 131072, 12000, 24576, 40000, 100000)],
     *[Shape(c, b, 16) for c in (16384, 65536) for b in (2, 4)],
@@ -57,7 +60,7 @@ GRID = [
 
 def record(
     out: Path,
-    shapes: Sequence[Shape],
+    shapes: Sequence[Shape] | None = None,
     *,
     budget_s: float,
     tell: Callable[[str], None],
@@ -73,6 +76,8 @@ def record(
         BusyError: another process is tuning, or others keep the machine busy and nothing forces it.
     """
     device = devices.probe()
+    if shapes is None:
+        shapes = GRID if device.backend == "cpu" else GPU_GRID
     recording = _resumed(out, device)
     with machine_lock():
         state = settle(device, force=force)
@@ -125,7 +130,7 @@ def open_sweep(
         if not checked.ok:
             raise RuntimeError(f"{plan} is wrong at {shape}: {checked.reason}")
         first[plan] = checked.seconds * 1e6
-    if runner.now() + SLACK * _estimate_s(first) > deadline:
+    if runner.now() + SLACK * _estimate_s(first, runner.queued) > deadline:
         return None
     empty: dict[Plan, Samples] = dict.fromkeys(plans, ())
     return _timed(runner, Sweep(shape, empty, first), plans, HOPELESS_ROUNDS)
@@ -167,10 +172,10 @@ def _timed(runner: Runner, sweep: Sweep, live: Sequence[Plan], rounds: int) -> S
     return Sweep(sweep.shape, rows, sweep.first_us)
 
 
-def _estimate_s(first_us: dict[Plan, float]) -> float:
-    best = min(first_us.values())
+def _estimate_s(first_us: dict[Plan, float], queued: bool) -> float:
+    least_s, best = sample_seconds(queued), min(first_us.values())
     rounds = {p: ROUNDS if us < HOPELESS * best else HOPELESS_ROUNDS for p, us in first_us.items()}
-    return sum(rounds[plan] * max(us * 1e-6, SAMPLE_S) for plan, us in first_us.items())
+    return sum(rounds[plan] * max(us * 1e-6, least_s) for plan, us in first_us.items())
 
 
 def _resumed(out: Path, device: devices.Device) -> Recording:
