@@ -28,6 +28,8 @@ PLAYERS = 5  # the best of all groups, which meet in one race more
 SEARCH_SHARE = 0.6  # of the time left may go to the search; the final duel needs the rest
 TRIAL_CONTEXT = 1024  # tokens of the trial that tells how fast `mlx` is before anything is tuned
 SIGN_OF_LIFE = Shape(64, 1, 1, "float32")  # what any device can run, if anything
+# Once in 23 duels something else was in the samples of two H200 (2026-11-30), up to 15 times them.
+DISTURBED = 1.5
 CALLS = 10  # calls of `mlx` that a bucket costs: a check, two search rounds, six of the duel, slack
 
 
@@ -310,12 +312,26 @@ class _Run:
                 search, duel = [m for m in search if m is not default], [default]
             else:  # where others failed, the baseline must show that the device was not the cause
                 plans = [default.plan, rival] if rival else [default.plan]
-                with self.runners.fresh(bucket.shape, self.seed) as alone:
-                    duel = self._measure(bucket, alone, plans, deadline, DUEL, plans[:1])
+                duel = self._duel(bucket, plans, search, deadline)
                 default = duel[0]
         row = self.store.record(run, bucket, search, duel)
         failed = default.status in FAILED or default.late
         return row, default if failed else next((m for m in untimed if m.late), None)
+
+    def _duel(
+        self, bucket: Bucket, plans: list[Plan], search: list[Measurement], deadline: float
+    ) -> list[Measurement]:
+        """The baseline and its rival alone; once more where GPU time, which no host is in, is not
+        what it was in the search. The first of two joins the search's evidence.
+        """
+        with self.runners.fresh(bucket.shape, self.seed) as alone:
+            duel = self._measure(bucket, alone, plans, deadline, DUEL, plans[:1])
+            if alone.queued and _disturbed(duel, search):
+                again = self._measure(bucket, alone, plans, deadline, DUEL, plans[:1])
+                if all(m.status == "ok" for m in again):
+                    search += duel
+                    return again
+        return duel
 
     def _fail(self, bucket: Bucket, default: Measurement) -> BucketSkipped:
         """The baseline failed, and is stored so. The next bucket may do, unless nothing does any
@@ -424,6 +440,13 @@ class _Run:
 def _hopeless(default: Measurement, race: Sequence[Measurement]) -> bool:
     """Whether the baseline left its race at once, and others stayed in."""
     return default.rounds == 1 < max(m.rounds for m in race)
+
+
+def _disturbed(duel: Sequence[Measurement], search: Sequence[Measurement]) -> bool:
+    """Whether the rival's time in the duel has little to do with its latest one in the search."""
+    known = {m.plan: m.median_us for m in search if m.status == "ok" and m.median_us}
+    ratios = [m.median_us / known[m.plan] for m in duel[1:] if m.median_us and m.plan in known]
+    return any(not 1 / DISTURBED < ratio < DISTURBED for ratio in ratios)
 
 
 def _beside(default: Measurement, measurement: Measurement) -> Measurement:

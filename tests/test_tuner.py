@@ -3,10 +3,12 @@ from __future__ import annotations
 import math
 import random
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import optuna
 import pytest
-from fakes import FakeBackend, FakeRunners, make_device
+from fakes import FakeBackend, FakeRunner, FakeRunners, make_device
 
 from mla_tuner import proposals, tuner
 from mla_tuner.candidates import candidates, prior
@@ -183,6 +185,35 @@ def test_by_gpu_time_an_mlx_that_is_close_takes_part_in_every_race(store: Store)
     mlx = [e["rounds"] for e in store.evidence() if e["path"] == "mlx"]
     assert len(mlx) > 1
     assert min(mlx) >= 6
+
+
+class Disturbed(FakeRunners):
+    """Of a device that something else slows down for so many samples of each duel."""
+
+    samples = 20
+
+    @contextmanager
+    def fresh(self, shape: Shape, seed: int) -> Iterator[FakeRunner]:
+        with super().fresh(shape, seed) as runner:
+            runner.drift = lambda now: 10.0 if len(runner.calls) <= self.samples else 1.0
+            yield runner
+
+
+@pytest.mark.parametrize(
+    ("queued", "samples", "duels"), [(True, 20, 2), (True, 0, 1), (True, 1000, 2), (False, 20, 1)]
+)
+def test_a_duel_that_contradicts_the_search_is_held_again(
+    store: Store, queued: bool, samples: int, duels: int
+) -> None:
+    """GPU time has no host in it: what takes ten times as long is something else's."""
+    runners = Disturbed(lambda shape, plan: 9e-3 if plan == MLX else 1e-3, 1e-3, {"queued": queued})
+    runners.samples = samples
+    (row,) = tune(store, DEVICE, buckets(32768), budget_s=1e4, runners=runners).tuned
+    slow = [e for e in store.evidence() if e["path"] == row.plan.path and e["median_us"] > 5e3]
+    assert [e["stage"] for e in slow].count("search") == duels - 1
+    if queued and samples < 1000:
+        assert row.median_us == pytest.approx(1000, rel=0.02)
+    assert row.speedup == pytest.approx(9, rel=0.05)  # both were slow at the same time
 
 
 def test_equal_plans_leave_mlx_in_place(store: Store) -> None:
