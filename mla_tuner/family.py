@@ -29,7 +29,7 @@ _PACKAGE = Path(__file__).parent
 FOLDERS = (_PACKAGE / "tuning_db", _PACKAGE.parent / "tuning_db")  # installed; in the source tree
 VERSION = 2  # of the tables' format
 MAX_BYTES = 64 << 20  # a bucket with one run's evidence takes 900 bytes
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*", re.ASCII)
+NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*", re.ASCII)  # of a family
 # What stands before a device's buckets and after them, before one of them, and after its kind.
 _BUCKETS, _END = b'\n  "buckets": [', b'\n  ],\n  "thresholds": ['
 _BUCKET, _PATH, _EVIDENCE = b'\n   {"context": ', b', "path": ', b', "evidence": ['
@@ -38,9 +38,8 @@ _NAMES = re.compile(
     rb'(?:\d{1,12}, "batch": \d{1,12}, "heads": \d{1,12}, "dtype": "\w{1,20}", '
     rb'"kv_lora_rank": \d{1,12}, "rope_dim": \d{1,12}, "q_len": \d{1,12}, "layout": "\w{1,20}"\n)*'
 )
-_SCALED_WITHIN = 1.3  # of the law's count: as far as fuller waves may move it
-
 _LAYOUT = "its layout is not that of `mla-tune share export`"
+_SCALED_WITHIN = 1.3  # of the law's count: as far as fuller waves may move it
 
 log = logging.getLogger("mla_tuner")
 
@@ -83,7 +82,7 @@ class Donor:
         rows = (self.row(bucket._replace(context=n)) for n in CONTEXT_GRID)
         return [row for row in rows if row is not None]
 
-    def _checked(self, raw: str | Sequence[Any], bucket: Bucket) -> Row | None:
+    def _checked(self, raw: bytes | Sequence[Any], bucket: Bucket) -> Row | None:
         try:
             row = checked_row(self._values(raw) if isinstance(raw, bytes) else raw)
             if row.bucket != bucket:
@@ -98,9 +97,8 @@ class Donor:
     def _values(self, text: bytes) -> list[Any]:
         """Of a bucket's line, without its evidence. Raises ValueError, TypeError or KeyError."""
         versions = {"kernel": self.kernel, "mlx": self.mlx, "system": self.system}
-        fields = (
-            json.loads(_BUCKET + text.partition(b"\n")[0] + b"]}") | versions | {"stage": "duel"}
-        )
+        line = _BUCKET + text.partition(b"\n")[0] + b"]}"
+        fields = json.loads(line) | versions | {"stage": "duel"}
         return [fields[name] for name in ROW_COLUMNS]
 
 
@@ -262,7 +260,7 @@ def around(bucket: Bucket, kin: Sequence[Tuned]) -> tuple[Tuned, Tuned] | None:
 
 
 def _packaged(family: str, kernel: str) -> list[Donor]:
-    if not _NAME.fullmatch(family):
+    if not NAME.fullmatch(family):
         return []
     folder = next((each for each in FOLDERS if each.is_dir()), FOLDERS[0])
     path = folder / f"{family}.json"

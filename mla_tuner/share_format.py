@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .errors import ShareError
+from .family import NAME
 from .fits import threshold
 from .plan import Plan
 from .shapes import Bucket
@@ -22,7 +23,6 @@ from .share_pool import Entry, Pooled, pool
 from .table import BUCKET_COLUMNS
 
 VERSION: Final = 2
-FAMILY: Final = r"^[a-z0-9][a-z0-9_.-]*$"
 _DIGITS = 4  # of a time or a speed-up: more is noise
 
 Text = Annotated[str, Field(max_length=200)]
@@ -207,7 +207,7 @@ class SharedTable(_Strict):
     """All that is known of a chip family; the name of the file is the family's."""
 
     version: Literal[2]
-    family: Annotated[str, Field(pattern=FAMILY, max_length=80)]
+    family: Annotated[str, Field(pattern=f"^{NAME.pattern}$", max_length=80)]
     devices: Annotated[tuple[SharedDevice, ...], Field(min_length=1, strict=False)]
 
 

@@ -312,26 +312,26 @@ class _Run:
                 search, duel = [m for m in search if m is not default], [default]
             else:  # where others failed, the baseline must show that the device was not the cause
                 plans = [default.plan, rival] if rival else [default.plan]
-                duel = self._duel(bucket, plans, search, deadline)
+                *before, duel = self._duels(bucket, plans, search, deadline)
+                search = [*search, *(m for each in before for m in each)]
                 default = duel[0]
         row = self.store.record(run, bucket, search, duel)
         failed = default.status in FAILED or default.late
         return row, default if failed else next((m for m in untimed if m.late), None)
 
-    def _duel(
+    def _duels(
         self, bucket: Bucket, plans: list[Plan], search: list[Measurement], deadline: float
-    ) -> list[Measurement]:
+    ) -> list[list[Measurement]]:
         """The baseline and its rival alone; once more where GPU time, which no host is in, is not
-        what it was in the search. The first of two joins the search's evidence.
+        what it was in the search. The last one counts.
         """
         with self.runners.fresh(bucket.shape, self.seed) as alone:
             duel = self._measure(bucket, alone, plans, deadline, DUEL, plans[:1])
             if alone.queued and _disturbed(duel, search):
                 again = self._measure(bucket, alone, plans, deadline, DUEL, plans[:1])
                 if all(m.status == "ok" for m in again):
-                    search += duel
-                    return again
-        return duel
+                    return [duel, again]
+        return [duel]
 
     def _fail(self, bucket: Bucket, default: Measurement) -> BucketSkipped:
         """The baseline failed, and is stored so. The next bucket may do, unless nothing does any

@@ -77,6 +77,7 @@ class FakeRunner:
     queued: bool = False
     paused: list[float] = field(default_factory=list)
     calls: list[Plan] = field(default_factory=list)
+    chains: list[int] = field(default_factory=list)  # of each sample, its number of calls
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -88,6 +89,7 @@ class FakeRunner:
 
     def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
         self.calls.append(plan)
+        self.chains.append(inner)
         factor = self.drift(self.clock) * self.rng.lognormvariate(0.0, self.noise)
         seconds = self.seconds(plan) * factor
         self.clock += seconds * inner if math.isfinite(seconds) else 0.0

@@ -86,19 +86,12 @@ def test_each_round_is_shuffled_and_holds_every_plan() -> None:
 
 
 def test_cheap_plans_are_chained_until_a_sample_is_long_enough() -> None:
-    inner: list[int] = []
-
-    class Watching(FakeRunner):
-        def sample(self, plan: Plan, inner_: int) -> tuple[float, Plan | None]:
-            inner.append(inner_)
-            return super().sample(plan, inner_)
-
-    run(Watching(lambda plan: SAMPLE_S / 10), MLX)
-    assert inner[0] == 1
-    assert set(inner[1:]) <= {10, 11}
-    inner.clear()
-    run(Watching(lambda plan: SAMPLE_S / 1e6), MLX)
-    assert max(inner) == measure.MAX_INNER
+    runner, cheapest = (FakeRunner(lambda plan, s=s: s) for s in (SAMPLE_S / 10, SAMPLE_S / 1e6))
+    run(runner, MLX)
+    assert runner.chains[0] == 1
+    assert set(runner.chains[1:]) <= {10, 11}
+    run(cheapest, MLX)
+    assert max(cheapest.chains) == measure.MAX_INNER
 
 
 def test_an_expensive_plan_is_not_warmed_up_twice() -> None:

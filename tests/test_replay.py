@@ -213,19 +213,12 @@ def test_a_sweep_times_hopeless_plans_in_the_first_rounds_only() -> None:
 
 def test_chains_of_a_recording_are_as_long_as_samples_ask_for() -> None:
     """The first call waits for the host, and says nothing about one of a queue."""
-    inners: list[int] = []
-
-    class Watched(FakeRunner):
-        def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
-            inners.append(inner)
-            return super().sample(plan, inner)
-
-    runner = Watched(lambda plan: 2.1e-5, queued=True)  # its check takes 5 times as long
+    runner = FakeRunner(lambda plan: 2.1e-5, queued=True)  # its check takes 5 times as long
     sweep = record.open_sweep(runner, SHAPE, [MLX], deadline=1e9)
     assert sweep is not None
     record.more_rounds(runner, sweep)
-    assert inners[-record.A_TURN :] == [20] * record.A_TURN  # 0.4 ms together
-    assert inners.count(20) >= record.A_TURN + record.HOPELESS_ROUNDS
+    assert runner.chains[-record.A_TURN :] == [20] * record.A_TURN  # 0.4 ms together
+    assert runner.chains.count(20) >= record.A_TURN + record.HOPELESS_ROUNDS
 
 
 def test_a_recording_visits_all_shapes_in_turn_and_goes_on_where_it_was_cut(

@@ -122,9 +122,9 @@ def result(
         raise WrongError(f"{short(shape)} {decided}: {wrong[decided]}")
     mlx = [each.plan for each in swept if not each.plan.native]
     finalists = dict.fromkeys([decided, *mlx[:1], *(each.plan for each in swept[:FINALISTS])])
-    final, late = timed(shape, list(finalists), runner, FINAL, 0.2 * budget_s)
+    final, also = timed(shape, list(finalists), runner, FINAL, 0.2 * budget_s)
     found = judged(shape, decision, decided, final, len(plans), runner.now() - started)
-    return replace(found, wrong=tuple(f"{plan}: {why}" for plan, why in (wrong | late).items()))
+    return replace(found, wrong=tuple(f"{plan}: {why}" for plan, why in (wrong | also).items()))
 
 
 def judged(

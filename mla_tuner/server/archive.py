@@ -8,7 +8,6 @@ and what all rows say together depends on the set of them alone. The winners are
 from __future__ import annotations
 
 import json
-import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,9 +21,9 @@ from typing import Any, NamedTuple
 from ..device import Device
 from ..errors import ShareError
 from ..evidence import median_interval
+from ..family import NAME
 from ..shapes import Bucket
 from ..share_format import (
-    FAMILY,
     SharedBucket,
     SharedDevice,
     SharedEntry,
@@ -205,7 +204,7 @@ def _run(family: str, facts: str, body: str) -> tuple[SharedFacts, SharedRun]:
     if run.id != run_id(device.versions, run.model_dump()):
         raise ValueError("its run's id is not the digest of what the run says")
     of = (device.backend, device.architecture, family, device.cores, device.memory_gb, device.name)
-    if Device(*of, device.cache_bytes).key != device.key or not re.fullmatch(FAMILY, family):
+    if Device(*of, device.cache_bytes).key != device.key or not NAME.fullmatch(family):
         raise ValueError("its run is of no such device or family")
     return device, run
 
