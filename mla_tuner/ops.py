@@ -155,8 +155,11 @@ def last_run() -> Run | None:
 
 def _backend() -> Backend:
     """The back end of MLX's default device, which is where its arrays are evaluated."""
-    if mx.default_device().type is mx.cpu:
-        return backends.get("cpu")
+    return backends.get("cpu") if mx.default_device().type is mx.cpu else _gpu_backend()
+
+
+@cache
+def _gpu_backend() -> Backend:
     return backends.get("metal" if mx.metal.is_available() else "cuda")
 
 
@@ -268,12 +271,17 @@ def _array(name: str, value: mx.array) -> _Array:
 
 
 def _entries(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    global _ints
+    known = _ints
+    if values is known:
+        return known
     # An mx.array would have to be evaluated here, and serving must not wait.
     if isinstance(values, mx.array):
         _expected(f"{name} as host ints", "an mx.array")
     try:
-        entries = tuple(values)
+        entries = tuple(values)  # the very same if it is one
         if _INT_ONLY.issuperset(map(type, entries)):
+            _ints = entries
             return entries
         if mx.array in map(type, entries):
             raise TypeError  # index() would evaluate it
@@ -283,6 +291,7 @@ def _entries(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 _INT_ONLY = {int}
+_ints: tuple[int, ...] = ()  # the last entries: the layers of a step pass the same tuple
 
 
 def _check_paged(

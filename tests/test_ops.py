@@ -286,6 +286,27 @@ def test_what_equals_an_int_is_no_int(name: str, kind: Callable[[int], Any]) -> 
             call(case, cache=replace(case.cache, **{name: wrong}))
 
 
+def test_entries_that_passed_vouch_for_no_others() -> None:
+    case = make_case(PAGED)
+    for lengths in ((100, 40), (100.0, 40), (100, 40), (100, 40.0)):
+        cache = replace(case.cache, lengths=lengths)
+        if all(type(n) is int for n in lengths):
+            mx.eval(call(case, cache=cache, plan=MLX))
+        else:
+            with pytest.raises(ValueError, match=NO_INTS):
+                call(case, cache=cache, plan=MLX)
+
+
+def test_a_list_of_lengths_is_read_at_every_call() -> None:
+    case = make_case(PAGED)
+    lengths = [100, 40]
+    cache = replace(case.cache, lengths=lengths)
+    call(case, cache=cache, plan=MLX)
+    lengths[1] = 1 << 30
+    with pytest.raises(ValueError, match=r"cache\.block_tables with"):
+        call(case, cache=cache, plan=MLX)
+
+
 def test_bools_count_as_the_ints_that_they_are() -> None:
     case = make_case(Shape(1, 1, 5, "float32"))
     for lengths in ([True], [np.True_ + 0], [1]):

@@ -158,10 +158,10 @@ class Ring:
         rows = (shape.batch, shape.heads, shape.q_len)
         q_nope = normal(*rows, shape.geometry.kv_lora_rank)
         q_pe = normal(*rows, shape.geometry.rope_dim)
-        cases = []
+        cases, lengths = [], shape.all_lengths  # one tuple: so the layers of a step have it
         for _ in range(count):
             table = mx.random.permutation(blocks).astype(mx.int32).reshape(shape.batch, columns)
-            cache = PagedCache(normal(blocks, BLOCK_SIZE, width), table, shape.all_lengths)
+            cache = PagedCache(normal(blocks, BLOCK_SIZE, width), table, lengths)
             mx.eval(cache.latent, table, q_nope, q_pe)
             cases.append(Case(shape, q_nope, q_pe, cache, SCALE))
         return cls(cases)
