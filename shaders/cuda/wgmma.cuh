@@ -38,15 +38,6 @@ MLA void bulk_store(void* to, u32 from, u32 bytes) {
       "r"(from), "r"(bytes)
       : "memory");
 }
-// Groups meet: some go on, the others wait for them.
-template <int THREADS = 256>
-MLA void group_arrive(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-template <int THREADS = 256>
-MLA void group_wait(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
 template <int N>
 MLA void registers_fewer() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));

@@ -9,9 +9,11 @@ static_assert(RANK == 512 && ROPE == 64 && ROWS == 64 && TOKENS == 48, "the layo
 constexpr int Q_SUB = ROWS * 128, SUB = TOKENS * 128, TILE_BYTES = 9 * SUB;
 constexpr int SCORES = TOKENS / 2, STEPS = TOKENS / 16;  // of a thread; of a product with values
 constexpr int RING_AT = 7 * Q_SUB, WEIGHT_AT = RING_AT + STAGES * TILE_BYTES, TOP_AT = WEIGHT_AT + ROWS * 128;
-constexpr int FULL_AT = TOP_AT + 2 * ROWS * 4, EMPTY_AT = FULL_AT + STAGES * 16, UNKNOWN_AT = EMPTY_AT + STAGES * 16;
+// Barriers: two of a stage's fills; of each group's weights; of sums; of the copiers' end.
+constexpr int FULL_AT = TOP_AT + 2 * ROWS * 4, EMPTY_AT = FULL_AT + STAGES * 16, READY_AT = EMPTY_AT + STAGES * 16;
+constexpr int TAKEN_AT = READY_AT + 16, SUMMED_AT = TAKEN_AT + 16, COPIED_AT = SUMMED_AT + 8;
+constexpr int UNKNOWN_AT = COPIED_AT + 8;
 static_assert(UNKNOWN_AT + 4 <= SHARED, "shared memory");
-constexpr int READY = 1, TAKEN = 3, DONE = 5;  // barriers: of weights, + the group whose they are; of all threads
 
 // Where a fill lies, and the barriers that tell when it is there and when its place is free: each half
 // of the dims, as the group is done that multiplies its values. That is later than all have scored.
@@ -138,7 +140,7 @@ MLA void copy_tiles(const Query& query, const Cache& c, const Work& w, int count
       gather_tile(c, w, p, w.begin + i * TOKENS + row, mine + (p.at - base), unknown);
     }
   }
-  group_arrive<384>(DONE);  // `unknown` is written
+  barrier_arrive(base + COPIED_AT);  // `unknown` is written
 }
 
 // A thread's two rows, `row` and row + 8 of the block.
@@ -238,11 +240,6 @@ MLA void score(float (&s)[SCORES], const u32 (&held)[8][4], u32 queries, u32 til
   products_commit();
 }
 
-MLA void release(u32 empty) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(empty);
-}
-
 // The half that is there first, then the other one: 4 sub-tiles, and 5; of each the last by registers.
 template <int PART>
 MLA void score_part(float (&s)[SCORES], const u32 (&held)[8][4], u32 queries, u32 tile, int group) {
@@ -278,7 +275,9 @@ MLA void write_result(float (&o)[128], const Rows& x, const Work& w, const Resul
     sum[y] += __shfl_xor_sync(~0u, sum[y], 2);
     if (pair == 0) sums[group * ROWS + x.row + 8 * y] = sum[y];
   }
-  group_wait<384>(DONE);
+  barrier_arrive(shared_address(shared + SUMMED_AT));
+  barrier_wait(shared_address(shared + SUMMED_AT), 0);
+  barrier_wait(shared_address(shared + COPIED_AT), 0);
   const bool unknown = *(const int*)(shared + UNKNOWN_AT);
   float by[2];
 #pragma unroll
@@ -323,16 +322,22 @@ MLA void compute(const Work& w, const Outputs& to, int count, u8* shared) {
     x.top[y] = minus_infinity();
     x.sum[y] = 0.0f;
   }
+  const u32 ready = base + READY_AT, taken = base + TAKEN_AT;  // of group 0's weights; of group 1's 8 bytes on
+  u32 ready_parity = 0, taken_parity = 0;
+  auto wait_ready = [&] {
+    barrier_wait(ready + 8 * other, ready_parity);
+    ready_parity ^= 1;
+  };
   // What the other group has weighed: its top counts here, too.
   auto take = [&] {
-    group_wait(READY + other);
+    wait_ready();
     const float top[2] = {tops[other * ROWS + x.row], tops[other * ROWS + x.row + 8]};
     raise(x, top, factor);
     rescale(o, factor);
   };
   auto give = [&] {
     write_weights(p, x.row, shared);
-    group_arrive(READY + group);
+    barrier_arrive(ready + 8 * group);
   };
   auto give_tops = [&] {
     if (threadIdx.x % 4 == 0)
@@ -340,8 +345,8 @@ MLA void compute(const Work& w, const Outputs& to, int count, u8* shared) {
       for (int y = 0; y < 2; ++y) tops[group * ROWS + x.row + 8 * y] = x.top[y];
   };
   auto take_rest = [&](u64 v) {
-    group_arrive(TAKEN + other);
-    group_wait(READY + other);
+    barrier_arrive(taken + 8 * other);
+    wait_ready();
     add_theirs(o, weights, v);
     products_wait<0>();
     keep(o);
@@ -351,7 +356,7 @@ MLA void compute(const Work& w, const Outputs& to, int count, u8* shared) {
     barrier_wait(q.full + 8 * group, q.parity);  // the other half may be filled anew by now
     hold_queries(held, x.row, shared + RING_AT, group);
     // Before tile 2 comes to where they lay, both groups have released its place.
-    release(q.empty + 8 * group);
+    barrier_arrive(q.empty + 8 * group);
     if (group == 1) {  // tile -1: no weights
 #pragma unroll
       for (int j = 0; j < STEPS * 4; ++j) p[j / 4][j % 4] = 0;
@@ -376,7 +381,7 @@ MLA void compute(const Work& w, const Outputs& to, int count, u8* shared) {
     keep(o);
     if (i) {
       if (twice) take_rest(values(before.at, group));
-      release(before.empty + 8 * group);
+      barrier_arrive(before.empty + 8 * group);
     }
     round_weights(s, p);
     give_tops();
@@ -387,10 +392,11 @@ MLA void compute(const Work& w, const Outputs& to, int count, u8* shared) {
       keep_rest(s, p);
       round_weights(s, p);
       add_own(o, p, values(mine.at, group));
-      group_wait(TAKEN + group);
+      barrier_wait(taken + 8 * group, taken_parity);
+      taken_parity ^= 1;
       give();
     }
-    release(mine.empty + 8 * group);
+    barrier_arrive(mine.empty + 8 * group);
   }
   if (count && (count & 1) == group) {  // the other group's was the last tile
     const u64 v = values(place(base, count).at, group);
@@ -405,14 +411,9 @@ MLA void compute(const Work& w, const Outputs& to, int count, u8* shared) {
 
 MLA void decode(const Query& query, const Cache& c, const Work& w, const Outputs& to, u8* shared) {
   if (threadIdx.x == 0) {
-    const u32 full = shared_address(shared + FULL_AT), empty = shared_address(shared + EMPTY_AT);
+    const u32 base = shared_address(shared);
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 16 * i, 128);
-      barrier_init(full + 16 * i + 8, 128);
-      barrier_init(empty + 16 * i, 4);
-      barrier_init(empty + 16 * i + 8, 4);
-    }
+    for (int at = FULL_AT; at < UNKNOWN_AT; at += 8) barrier_init(base + at, at == SUMMED_AT ? 256 : 128);
     barriers_ready();
     *(int*)(shared + UNKNOWN_AT) = 0;
   }
