@@ -28,8 +28,7 @@ PLAYERS = 5  # the best of all groups, which meet in one race more
 SEARCH_SHARE = 0.6  # of the time left may go to the search; the final duel needs the rest
 TRIAL_CONTEXT = 1024  # tokens of the trial that tells how fast `mlx` is before anything is tuned
 SIGN_OF_LIFE = Shape(64, 1, 1, "float32")  # what any device can run, if anything
-# Once in 23 duels something else was in the samples of two H200 (2026-11-30), up to 15 times them.
-DISTURBED = 1.5
+DISTURBED = 1.5  # times of the search and the duel apart: something else was in the samples
 CALLS = 10  # calls of `mlx` that a bucket costs: a check, two search rounds, six of the duel, slack
 
 

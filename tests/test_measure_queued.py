@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeRunner
 
 from mla_tuner.evidence import MIN_ROUNDS, Measurement
-from mla_tuner.measure import DUEL, QUEUED_SAMPLE_S, SEARCH, Effort, measure
+from mla_tuner.measure import DUEL, QUEUED_SAMPLE_S, SEARCH, Checked, Effort, measure
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import Shape
 
@@ -26,6 +26,21 @@ def test_samples_of_gpu_time_may_be_short_and_differ_in_length() -> None:
     inner = dict(zip(runner.calls, runner.chains, strict=True))  # the latest of each
     assert inner[MLX] == 1
     assert inner[SINGLE] in (20, 21)
+
+
+def test_a_slow_first_call_does_not_shorten_the_chain() -> None:
+    """28 duels of one H200's table had timed calls one by one, up to 15 times too slow, since the
+    warm call had taken milliseconds on the host.
+    """
+    times = {MLX: 1.0, SINGLE: QUEUED_SAMPLE_S / 20, SPLIT2: QUEUED_SAMPLE_S / 10}
+    slow = lambda plan: Checked(True, 1e-6, "", 5.0)  # noqa: E731
+    runner = FakeRunner(times.__getitem__, check_result=slow, queued=True)
+    run(runner, *times)
+    inner = dict(zip(runner.calls, runner.chains, strict=True))
+    assert inner[MLX] == 1
+    assert runner.calls.count(MLX) == 2  # one more than its round
+    assert inner[SINGLE] in (20, 21)
+    assert inner[SPLIT2] in (10, 11)
 
 
 def test_a_search_by_gpu_time_is_brief() -> None:

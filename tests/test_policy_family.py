@@ -381,11 +381,12 @@ def test_a_committed_table_decides_on_a_device_like_its_own(
         monkeypatch.setattr(policy, "MLX_VERSION", theirs.mlx)
         monkeypatch.setattr(devices, "system_version", lambda system=theirs.system: system)
         found = Policy.load(HERE, here)
-        for bucket in theirs.buckets:
-            decision = found.decide(bucket.context, bucket.batch, bucket.heads, bucket.dtype)
+        for shared in theirs.buckets:
+            b = shared.bucket
+            asked = (b.context, b.batch, b.heads, b.dtype, b.q_len, b.geometry, b.layout)
+            decision = found.decide(*asked)
             assert decision.source == "tuned"
-            plan = Plan(bucket.path, bucket.partitions, bucket.tile)
-            assert (decision.plan, decision.speedup) == (plan, bucket.speedup)
+            assert (decision.plan, decision.speedup) == (shared.plan, shared.speedup)
 
 
 def test_the_whole_way_from_a_database(tmp_path: Path) -> None:
