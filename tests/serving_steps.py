@@ -5,6 +5,7 @@ Needs mlx-lm: a test imports it only once it knows that it is there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -12,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models import base
 from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
@@ -23,7 +25,7 @@ from mlx_lm.models.cache import (
 from tiny_models import VOCABULARY
 
 from mla_tuner import ops
-from mla_tuner.integrations import absorb, mlx_lm
+from mla_tuner.integrations import absorb, mlx_lm, shared_attention
 from mla_tuner.integrations.bindings import Bindings
 from mla_tuner.integrations.counts import Stats
 from mla_tuner.integrations.mla_classes import CLASSES, MlaClass
@@ -32,19 +34,30 @@ from mla_tuner.plan import Decision, Plan
 SPLIT = Plan("split", 2)
 PROMPT = 80  # tokens: more than a piece of the context has
 BOUND = 1e-4
+ATTENTION = "scaled_dot_product_attention"
 KINDS = {kind.module: kind for kind in CLASSES}
 
 
 class StubPolicy:
-    """Answers with one plan, and remembers what it was asked."""
+    """Answers with one plan, and remembers what it was asked.
 
-    def __init__(self, plan: Plan = SPLIT) -> None:
-        self.plan = plan
+    low: the least speed-up that the plan was measured to have; None: nobody measured it.
+    """
+
+    def __init__(self, plan: Plan = SPLIT, low: float | None = None) -> None:
+        self.plan, self.low = plan, low
         self.asked: list[tuple[Any, ...]] = []
 
     def decide(self, *asked: Any) -> Decision:
         self.asked.append(asked)
-        return Decision(self.plan, "tuned", "a test says so")
+        return Decision(self.plan, "tuned", "a test says so", speedup_low=self.low)
+
+
+class Measured(StubPolicy):
+    """Says that its plan is far faster than MLX's path."""
+
+    def __init__(self, plan: Plan = SPLIT, low: float | None = 1e6) -> None:
+        super().__init__(plan, low)
 
 
 def breaking(after: int) -> Callable[..., mx.array]:
@@ -66,14 +79,25 @@ def mlx_lm_as_it_is() -> Iterator[None]:
     absorbable = [absorb.class_of(kind) for kind in absorb.CLASSES]
     owners = [*map(attention_class, KINDS), *absorbable]
     stock = {owner: vars(owner)["__call__"] for owner in owners}
+    functions = {holder: getattr(holder, ATTENTION) for holder in holders()}
+    shared = getattr(base, ATTENTION)
     yield
     for owner, call in stock.items():
         owner.__call__ = call
+    for holder in holders():  # those that were loaded meanwhile, too
+        setattr(holder, ATTENTION, functions.get(holder, shared))
     mlx_lm.uninstall()
+    shared_attention._ours.clear()
     absorb._said.clear()
     mlx_lm._failed.clear()
     mlx_lm._bindings = Bindings()
     mlx_lm._last = Stats()
+
+
+def holders() -> list[Any]:
+    """mlx-lm's modules that hold the attention function that its models share."""
+    models = [each for name, each in sys.modules.items() if name.startswith("mlx_lm.models.")]
+    return [each for each in models if hasattr(each, ATTENTION)]
 
 
 def tokens(*shape: int, seed: int = 3) -> mx.array:

@@ -142,7 +142,7 @@ def test_refusals_are_documented(module: str) -> None:
         assert f"`{text}`" in CONFIGURATION, text
 
 
-@pytest.mark.parametrize("module", ["routing", "spans", "vllm_routing"])
+@pytest.mark.parametrize("module", ["routing", "shared_attention", "spans", "vllm_routing"])
 def test_reasons_for_an_engines_own_code_are_documented(module: str) -> None:
     pages = " ".join(
         (ROOT / "docs" / f"{name}.md").read_text() for name in ("mlx-lm", "vllm-metal")

@@ -186,7 +186,7 @@ def test_a_release_without_a_model_or_without_mlx_lm(monkeypatch: pytest.MonkeyP
     classes = install(StubPolicy()).classes
     assert set(map(str, classes.values())) == {
         f"ModuleNotFoundError: No module named 'mlx_lm.models.{name}'"
-        for name in (*KINDS, *FULL_CONFIGS)
+        for name in (*KINDS, *FULL_CONFIGS, "base")
     }
 
 

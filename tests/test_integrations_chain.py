@@ -6,7 +6,6 @@ module of a model that holds it, answers for caches of its own, and passes the r
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -18,29 +17,21 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-t
 
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
-from serving_steps import BOUND, StubPolicy, decode, distance, mlx_lm_as_it_is
+from serving_steps import ATTENTION as NAME
+from serving_steps import BOUND, StubPolicy, decode, distance, holders, mlx_lm_as_it_is
 
 from mla_tuner.integrations.mlx_lm import install, stats, uninstall
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
-NAME = "scaled_dot_product_attention"
 STEPS = (1, 3, 1)
 LAYERS = 2
 
 
-def holders() -> list[Any]:
-    models = [each for name, each in sys.modules.items() if name.startswith("mlx_lm.models.")]
-    return [each for each in models if hasattr(each, NAME)]
-
-
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    stock = {holder: getattr(holder, NAME) for holder in holders()}
     with mlx_lm_as_it_is():
         yield
-    for holder, function in stock.items():
-        setattr(holder, NAME, function)
 
 
 class OwnCache(KVCache):  # type: ignore[misc]

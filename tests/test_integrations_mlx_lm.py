@@ -52,7 +52,8 @@ WHOLE = [pytest.param(name, marks=[pytest.mark.slow] * (name in COMPILED)) for n
 def test_every_class_of_this_release_is_routed() -> None:
     routed = {f"{kind.module}.{kind.name}": "routed" for kind in CLASSES}
     later = {f"{kind.module}.{kind.name}": "routed once it is absorbed" for kind in ABSORBABLE}
-    assert install(StubPolicy()).classes == routed | later
+    shared = {"base.scaled_dot_product_attention": "routed"}
+    assert install(StubPolicy()).classes == routed | later | shared
 
 
 def test_every_class_has_a_tiny_model() -> None:

@@ -28,7 +28,7 @@ LAYERS = [
     ["report"],
     ["integrations.run"],
     ["integrations.mlx_lm", "integrations.vllm_metal"],
-    ["integrations.vllm_routing"],
+    ["integrations.shared_attention", "integrations.vllm_routing"],
     ["integrations.routing"],
     ["integrations.absorb"],
     [

@@ -191,7 +191,7 @@ class TestServingCost:
         monkeypatch.setattr(serving_cost, "CALLS", 2)
         found = serving_cost.cost()
         assert found.pop("look-ups a step") == 1
-        assert len(found) == 4
+        assert len(found) == 7
         assert all(math.isfinite(us) for us in found.values())
         assert found["routing a call"] > 0
 
@@ -244,6 +244,7 @@ class TestServingCost:
         assert found["plan"] == "split x2"
         assert len(found["ratios"]) == 2
         assert found["stock tokens/s"] > 0
+        assert found["by the function tokens/s"] > 0
         mx.synchronize(import_module("mlx_lm.generate").generation_stream)
         ran = last_run()
         assert ran is not None

@@ -1,10 +1,12 @@
 """What routing costs mlx-lm's host, and what it gains a model: `python -m tools.serving_cost`.
 
-    cost   microseconds of Python that `install()` adds: to a step of a model without MLA, and to
-           each call of one with it, the first of a step and the others. Decisions come from a
-           table of one row, and no kernel is evaluated
-    speed  tokens/s of a DeepSeek-V3 model of two layers with and without the plan, in turns on the
-           same cache; its buckets are tuned first, into a database of this run's own
+    cost   microseconds of Python that `install()` adds: to a step and a call of a model without
+           MLA, and to each call of one with it, the first of a step and the others, by its class
+           or by the function that classes share. Decisions come from a table of one row, and no
+           kernel is evaluated
+    speed  tokens/s of a DeepSeek-V3 model of two layers without the plan, with it, and with it as
+           if the class were not recognised, in turns on the same cache; its buckets are tuned
+           first, into a database of this run's own
 
 `--json FILE` writes the figures and where they were measured. Needs mlx-lm. CPU alone.
 """
@@ -17,17 +19,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
+from unittest import mock
 
 import mlx.core as mx
 
 from mla_tuner import device
 from mla_tuner.errors import TunerError
-from mla_tuner.integrations import mlx_lm
+from mla_tuner.integrations import mlx_lm, shared_attention
 from mla_tuner.integrations.mla_classes import CLASSES
 from mla_tuner.parse import count, duration
 from mla_tuner.plan import Decision, Plan
@@ -66,7 +70,7 @@ class OnePlan:
     """Decides for one plan, as a tuned table of one row would."""
 
     def __init__(self, plan: Plan) -> None:
-        self.decision = Decision(plan, "tuned", "the benchmark says so")
+        self.decision = Decision(plan, "tuned", "the benchmark says so", speedup_low=inf)
 
     def decide(self, *shape: object, **more: object) -> Decision:
         return self.decision
@@ -159,6 +163,42 @@ def cost() -> Figures:
         "routing a call": same,
         "routing the first call of a step": looked_up,
         "look-ups a step": look_ups(policy),
+        "added to a call without MLA": passed_us(),
+        **function_us(policy),
+    }
+
+
+def passed_us() -> float:
+    """What the function that classes share adds to a call that it passes on at once."""
+
+    def stock(
+        queries: Any, keys: Any, values: Any, cache: Any, scale: Any, mask: Any, sinks: Any = None
+    ) -> None: ...
+
+    ours = shared_attention._function(stock, lambda: None)
+    best: dict[Callable[..., Any], float] = {}
+    for _ in range(5):
+        for each in (ours, stock):
+            took = microseconds(
+                partial(each, 1, 2, 3, cache=None, scale=1.0, mask=None), 10 * CALLS
+            )
+            best[each] = min(best.get(each, inf), took)
+    return best[ours] - best[stock]
+
+
+def function_us(policy: Any) -> Figures:
+    """Of a call by the function: finding its step, and all that the host does beyond stock."""
+    base: Any = import_module("mlx_lm.models.base")
+    queries = mx.zeros((1, 16, 1, 512), mx.bfloat16)
+    latent, mask = mx.zeros((1, 1, 8000, 512), mx.bfloat16), mx.zeros((1, 16, 1, 8000), mx.bfloat16)
+    mx.eval(queries, latent, mask)
+    router = shared_attention.FunctionRouter(policy)
+    asked = queries, latent, kv_cache(), 0.1, mask, None
+    stock = (queries, latent, latent, *asked[2:])
+    return {
+        "routing a call of the function": microseconds(lambda: router.function_step(*asked)),
+        "added to a call of the function": microseconds(lambda: router.attend(*asked))
+        - microseconds(lambda: base.scaled_dot_product_attention(*stock)),
     }
 
 
@@ -204,22 +244,27 @@ def speed(context: int, hidden: int, rounds: int, count: int, budget_s: float) -
     policy = tuned_policy(shape, budget_s)
     decision = policy.decide(context, 1, 16, "bfloat16", layout="dense")
     model, caches = model_of(hidden, 16, mx.bfloat16), full_cache(context, mx.bfloat16)
-    found: dict[str, list[float]] = {"stock": [], "routed": []}
+    recognised = {"routed": CLASSES, "by the function": ()}
+    found: dict[str, list[float]] = {"stock": [], **{name: [] for name in recognised}}
     for _ in range(rounds):
         found["stock"].append(tokens_per_s(model, caches, count))
-        with mlx_lm.patch(policy):
-            found["routed"].append(tokens_per_s(model, caches, count))
-            stats = mlx_lm.stats()
-        assert stats.stock == 0, stats
-    ratios = [a / b for a, b in zip(found["routed"], found["stock"], strict=True)]
+        for name, classes in recognised.items():
+            with mock.patch.object(mlx_lm, "CLASSES", classes), mlx_lm.patch(policy):
+                found[name].append(tokens_per_s(model, caches, count))
+                stats = mlx_lm.stats()
+            assert stats.stock == 0 < stats.routed, stats
+    ratios = {
+        name: [a / b for a, b in zip(found[name], found["stock"], strict=True)]
+        for name in recognised
+    }
     return {
         "shape": str(shape),
         "hidden": hidden,
         "plan": str(decision.plan),
-        "stock tokens/s": median(found["stock"]),
-        "routed tokens/s": median(found["routed"]),
-        "ratio": median(ratios),
-        "ratios": ratios,
+        **{f"{name} tokens/s": median(each) for name, each in found.items()},
+        "ratio": median(ratios["routed"]),
+        "ratio by the function": median(ratios["by the function"]),
+        "ratios": ratios["routed"],
     }
 
 

@@ -34,14 +34,16 @@ _writing = threading.Lock()  # threads of a process write the same file
 
 @dataclass
 class Stats:
-    """Counts since `install`, of attention calls of the classes that were recognised.
+    """Counts since `install`, of attention calls of the classes that were recognised, and of those
+    of the function that the others share whose keys are their values.
 
     routed: calls that ran through `mla_decode`. stock: calls that ran the engine's own code, or the
     same maths where the cache was already written. plans: routed calls by plan. reasons: stock
     calls by reason. look_ups: plans looked up, one a step. classes: "routed" for each attention
-    class of the engine, or why it is left alone. misses: look-ups by bucket that nothing of such a
-    device answered, so that the gates decided or another device lent its plan; `MAX_MISSES`
-    buckets, those beyond count in other_misses. engine: whose own code it is, for the log.
+    class of the engine and each shared function, or why it is left alone. misses: look-ups by
+    bucket that nothing of such a device answered, so that the gates decided or another device lent
+    its plan; `MAX_MISSES` buckets, those beyond count in other_misses. engine: whose own code it
+    is, for the log.
     """
 
     routed: int = 0

@@ -87,9 +87,14 @@ UNKNOWN_SOURCE = "its source is not the known one"
 
 def class_of(kind: MlaClass) -> type | str:
     """mlx-lm's class of that name, or why there is none."""
+    found = held_by(f"mlx_lm.models.{kind.module}", kind.name)
+    return found if isinstance(found, str) else cast(type, found)
+
+
+def held_by(module: str, name: str) -> Any:
+    """What a module holds by that name, or as text why nothing."""
     try:
-        module = importlib.import_module(f"mlx_lm.models.{kind.module}")
-        return cast(type, getattr(module, kind.name))
+        return getattr(importlib.import_module(module), name)
     except Exception as error:  # a broken install of mlx-lm fails in many ways
         return f"{type(error).__name__}: {error}"
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ..modes import known_mode
 from ..shapes import MAX_Q_LEN
 from . import absorb as absorption
+from . import shared_attention as shared
 from .absorb import absorb
 from .bindings import Bindings
 from .counts import Stats
 from .mla_classes import CLASSES, UNKNOWN_SOURCE, MlaClass, class_of, fingerprint
-from .routing import Router
+from .shared_attention import ROUTED, FunctionRouter, decided
 from .spans import CACHES, masks_as_known, seen_mask
 
 if TYPE_CHECKING:
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["absorb", "install", "patch", "stats", "uninstall"]
 log = logging.getLogger("mla_tuner")
-ROUTED = "routed"
 _lock = threading.Lock()
-_router: Router | None = None  # None: our methods pass every call on
+_router: FunctionRouter | None = None  # None: ours pass every call on
 _last = Stats()
 _absorbs = False  # whether models are to be absorbed at their first token
 _stays = False  # whether `install` was called, and not only `patch`
@@ -41,9 +41,13 @@ _bindings = Bindings()
 def install(policy: Policy | None = None, *, absorb: bool = False) -> Stats:
     """Route the decode calls of mlx-lm's MLA models, loaded or not, in this process.
 
+    Attention classes that are recognised are routed as a whole; those that are not, and mlx-vlm's
+    where it is loaded, by the attention function that they share.
+
     policy: decides the plans; without it the policy of this process does. absorb: models that
     cache keys and values of every head are changed to cache latents instead, each at its first
-    token from now on; see `absorb`. A second call only changes the policy, and absorbs if asked to.
+    token from now on; see `absorb`. A second call only changes the policy, absorbs if asked to, and
+    binds to mlx-vlm if that was loaded meanwhile.
 
     Returns the counts, whose `classes` say what is routed. A class of unknown source stays as it
     is, and so does all where mlx-lm is missing: that is one log line, never an error. With
@@ -57,7 +61,7 @@ def install(policy: Policy | None = None, *, absorb: bool = False) -> Stats:
 
 
 def uninstall() -> None:
-    """Give mlx-lm its methods back. What others have wrapped since stays, and passes calls on."""
+    """Give mlx-lm its code back. What others have wrapped since stays, and passes calls on."""
     with _lock:
         _uninstall()
 
@@ -103,8 +107,9 @@ def _install(policy: Policy | None, absorb: bool) -> Stats:
     _absorbs = _absorbs or absorb
     if _router is None:
         _router = _installed(policy, wanted)
-    elif policy is not None:
-        _router = _renewed(_router, policy)
+    else:
+        _router = _router if policy is None else _renewed(_router, policy)
+        _router.stats.classes |= _bind_functions()
     if absorb:
         _bind_absorbing()
     return _router.stats.copy()
@@ -119,9 +124,9 @@ def _uninstall() -> None:
         _bindings.release()
 
 
-def _installed(policy: Policy | None, wanted: str) -> Router:
+def _installed(policy: Policy | None, wanted: str) -> FunctionRouter:
     """A router with everything bound that calls it."""
-    router = Router(policy, wanted == "force", _failed)
+    router = FunctionRouter(policy, wanted == "force", _failed)
     if router.force:
         log.warning("MLA_TUNER=force: our kernels run wherever they can, faster or not")
     if wanted == "log":
@@ -131,6 +136,7 @@ def _installed(policy: Policy | None, wanted: str) -> Router:
     router.stats.classes |= {_name(kind): _bind_absorbed(kind) for kind in absorption.CLASSES}
     if any(why.startswith(ROUTED) for why in router.stats.classes.values()):
         _bind_caches()
+    router.stats.classes |= _bind_functions()
     for why, names in _others(router.stats).items():
         if not why.startswith(ROUTED):
             log.info("mlx-lm's %s: not routed: %s", names, why)
@@ -158,8 +164,8 @@ def _name(kind: MlaClass) -> str:
     return f"{kind.module}.{kind.name}"
 
 
-def _renewed(old: Router, policy: Policy) -> Router:
-    router = Router(policy, old.force, _failed)
+def _renewed(old: FunctionRouter, policy: Policy) -> FunctionRouter:
+    router = FunctionRouter(policy, old.force, _failed)
     router.stats = old.stats
     return router
 
@@ -197,6 +203,10 @@ def _absorbable(kind: MlaClass) -> type | str:
     return absorption.owner_of(kind)
 
 
+def _bind_functions() -> dict[str, str]:
+    return shared.bind(_bindings, lambda: _router)
+
+
 def _bind_absorbing() -> None:
     for kind in absorption.CLASSES:
         owner = _absorbable(kind)
@@ -224,7 +234,7 @@ def _call(kind: MlaClass, stock: Callable[..., Any]) -> Callable[..., Any]:
         router = _router
         step = router.step(kind, self, x, mask, cache) if router else None
         if router is None or step is None:
-            return stock(self, x, mask, cache)
+            return decided(stock, self, x, mask, cache)
         return router.run(step, kind, self, x, None, mask, cache)
 
     return call
@@ -236,7 +246,7 @@ def _scaled_call(kind: MlaClass, stock: Callable[..., Any]) -> Callable[..., Any
         router = _router
         step = router.step(kind, self, x, mask, cache) if router else None
         if router is None or step is None:
-            return stock(self, x, attn_scale, mask, cache)
+            return decided(stock, self, x, attn_scale, mask, cache)
         return router.run(step, kind, self, x, attn_scale, mask, cache)
 
     return call

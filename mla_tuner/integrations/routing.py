@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -38,7 +39,8 @@ class Problem(NamedTuple):
 class Step:
     """A step's decision, in the place of the policy that made it: looked up once for all layers.
 
-    `plan` is what the first layer ran, once it did; `stock` why the engine's own code is to run.
+    `plan` is what the first layer ran, once it did; `stock` why the engine's own code is to run,
+    from the start or since the plan failed.
     """
 
     def __init__(self, problem: Problem, decision: Decision, stock: str) -> None:
@@ -78,8 +80,12 @@ class Router:
 
         Nothing is written yet: a cache takes the tokens of a call only once.
         """
+        return self.found(lambda: self._step_or_reason(kind, module, x, mask, cache))
+
+    def found(self, look: Callable[[], Step | str]) -> Step | None:
+        """What `look` finds; None, and a count, where that is a reason or an error."""
         try:
-            step = self._step_or_reason(kind, module, x, mask, cache)
+            step = look()
         except Exception as error:  # an engine's release that we don't know
             # Its type alone: a text with numbers in it would be a new reason every time.
             self.stats.count_stock(f"{type(error).__name__} in routing", str(error))
@@ -88,6 +94,23 @@ class Router:
             return step
         self.stats.count_stock(step)
         return None
+
+    def attempt(self, step: Step, run: Callable[[], mx.array]) -> mx.array | None:
+        """The answer of `run`, which follows the step's plan; None, and a count, if it raises."""
+        plan = step.decision.plan
+        try:
+            out = run()
+        except Exception as error:  # no request is lost for a plan
+            self._failed.add(plan)
+            step.stock = f"the plan {plan} failed before"
+            log.warning("plan %s is not used again: %s", plan, error)
+            self.stats.count_stock(f"the plan {plan} failed")
+            return None
+        if not step.plan:  # the back end may have refused what was decided
+            ran = last_run()
+            step.plan = str(ran.plan if ran else plan)
+        self.stats.count_routed(step.plan)
+        return out
 
     def run(
         self,
@@ -185,25 +208,13 @@ class Router:
         if latent.shape[2] != span.lengths[0] or not q.dtype == latent.dtype == k_pe.dtype:
             self.stats.count_stock("a cache that holds other tokens or another dtype")
             return None
-        try:
-            out = _decode(step, q, q_pe, latent, k_pe, scale)
-        except Exception as error:  # no request is lost for a plan
-            self._failed.add(step.decision.plan)
-            self._step = None
-            log.warning("plan %s is not used again: %s", step.decision.plan, error)
-            self.stats.count_stock(f"the plan {step.decision.plan} failed")
-            return None
-        if not step.plan:  # the back end may have refused what was decided
-            run = last_run()
-            step.plan = str(run.plan if run else step.decision.plan)
-        self.stats.count_routed(step.plan)
-        return out
+        return self.attempt(step, lambda: decode(step, q, q_pe, latent, k_pe, scale))
 
 
-def _decode(
+def decode(
     step: Step, q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, scale: float
 ) -> mx.array:
-    """The operation by the step's plan; for each query by itself where a window cuts them."""
+    """`mla_decode` by the step's plan; for each query by itself where a window cuts them."""
     policy = cast("Policy", step)  # all that the operation asks of one
 
     def run(q: mx.array, q_pe: mx.array, span: Span) -> mx.array:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import mlx.core as mx
 
 from ..caches import PagedCache
-from ..ops import last_run, mla_decode
+from ..ops import mla_decode
 from ..plan import MLX
 from ..shapes import MAX_BATCH, MAX_CONTEXT, Geometry
 from .counts import Stats
@@ -88,20 +88,12 @@ class PagedRouter(Router):
         """
         step = forward.step
         paged = PagedCache(cache.latent_caches[layer], forward.tables, step.problem.span.lengths)
-        try:
-            out = mla_decode(*queries, paged, scale=scale, policy=cast("Policy", step))
-        except Exception as error:  # no request is lost for a plan
-            plan = step.decision.plan
-            self._failed.add(plan)
-            context.kernel_metadata_cache[_key(inner, cache)] = f"the plan {plan} failed before"
-            log.warning("plan %s is not used again: %s", plan, error)
-            self.stats.count_stock(f"the plan {plan} failed")
-            return mla_decode(*queries, paged, scale=scale, plan=MLX)
-        if not step.plan:  # the back end may have refused what was decided
-            run = last_run()
-            step.plan = str(run.plan if run else step.decision.plan)
-        self.stats.count_routed(step.plan)
-        return out
+        policy = cast("Policy", step)
+        out = self.attempt(step, lambda: mla_decode(*queries, paged, scale=scale, policy=policy))
+        if out is not None:
+            return out
+        context.kernel_metadata_cache[_key(inner, cache)] = step.stock
+        return mla_decode(*queries, paged, scale=scale, plan=MLX)
 
     def _decided(self, wrapper: Any, inner: Any, cache: Any, context: Any) -> Forward | str:
         if not wrapper._is_absorbed:
