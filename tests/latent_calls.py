@@ -42,7 +42,7 @@ class Call:
         self.mask = mx.where(seen, scores, low).astype(dtype)
 
     def run(self, **changed: Any) -> mx.array:
-        arguments = {"cache": None, "scale": SCALE, "mask": self.mask, **changed}
+        arguments = {"cache": KVCache(), "scale": SCALE, "mask": self.mask, **changed}
         return base.scaled_dot_product_attention(
             self.queries, self.latent, self.latent, **arguments
         )

@@ -15,7 +15,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-t
 
 from latent_calls import SCALE, Call, OwnCache
 from mlx_lm.models import base
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from serving_steps import (
     BOUND,
     KINDS,
@@ -246,7 +246,7 @@ def test_a_compiled_step_is_traced_for_each_shape() -> None:
     theirs = [call.run() for call in calls]
     with patch(Measured()):
         step = mx.compile(
-            lambda q, k, mask: base.scaled_dot_product_attention(q, k, k, None, SCALE, mask)
+            lambda q, k, mask: base.scaled_dot_product_attention(q, k, k, KVCache(), SCALE, mask)
         )
         ours = [step(call.queries, call.latent, call.mask) for call in calls]
         assert distance(ours, theirs) < 1e-5
@@ -314,6 +314,7 @@ HALF = Call(dtype=mx.float16)
 @pytest.mark.parametrize(
     ("call", "changed", "reason"),
     [
+        (Call(), {"cache": None}, "no cache"),
         (Call(), {"cache": OwnCache()}, "a cache of type OwnCache"),
         (Call(q_len=9), {}, "prefill"),
         (Call(rank=128), {}, "a latent of 128 numbers"),
@@ -345,7 +346,7 @@ def test_keys_of_every_head_are_no_latent() -> None:
 
 def test_an_error_in_routing_is_counted() -> None:
     with patch(Measured()), pytest.raises(TypeError):
-        base.scaled_dot_product_attention(None, HALF, HALF, None, SCALE, None)
+        base.scaled_dot_product_attention(None, HALF, HALF, KVCache(), SCALE, None)
     assert stats().reasons == {"AttributeError in routing": 1}
 
 
@@ -389,6 +390,19 @@ def test_a_model_in_training_has_its_gradient() -> None:
         ours = mx.grad(loss)(mx.ones((1, 1, 32)))
     assert distance([ours], [theirs]) == 0
     assert stats().reasons == {"training mode": 1}
+
+
+def test_a_class_that_nobody_recognised_has_its_gradient_in_training(unknown: None) -> None:
+    attention = attentions(tiny_model("deepseek_v3"), KINDS["deepseek_v3"])[0]
+
+    def loss(x: mx.array) -> mx.array:
+        return attention(x).sum()
+
+    theirs = mx.grad(loss)(mx.ones((1, 1, 32)))
+    with patch(Measured()):
+        ours = mx.grad(loss)(mx.ones((1, 1, 32)))
+    assert distance([ours], [theirs]) == 0
+    assert stats().reasons == {"no cache": 1}
 
 
 # --- a plan that fails
@@ -436,5 +450,5 @@ def test_routers_share_what_failed() -> None:
     failed = {StubPolicy().plan}
     router = FunctionRouter(Measured(), failed=failed)
     call = Call()
-    assert router.attend(call.queries, call.latent, None, SCALE, call.mask, None) is None
+    assert router.attend(call.queries, call.latent, KVCache(), SCALE, call.mask, None) is None
     assert router.stats.reasons == {"the plan split x2 failed before": 1}

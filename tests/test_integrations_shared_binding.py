@@ -55,7 +55,7 @@ def test_a_module_that_is_loaded_later_has_ours_and_keeps_it(
     call, stock = Call(), base.scaled_dot_product_attention
     install(Measured())
     late = late_module(monkeypatch, "mlx_lm.models.late")
-    arguments = call.queries, call.latent, call.latent, None, SCALE, call.mask
+    arguments = call.queries, call.latent, call.latent, KVCache(), SCALE, call.mask
     for routed in (1, 2):
         late.scaled_dot_product_attention(*arguments)
         assert stats().routed == routed

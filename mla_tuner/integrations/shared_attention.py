@@ -114,9 +114,9 @@ def refusal(queries: mx.array, keys: Any, cache: Any, scale: Any, mask: Any, sin
     """Why a call whose keys are its values is not ours; "" where it may be."""
     if sinks is not None:
         return "attention sinks"
-    if cache is not None and not (
-        type(cache).__name__ in _CACHES and type(cache).__module__ in _CACHE_MODULES
-    ):
+    if cache is None:  # as in training: our kernels have no gradient
+        return "no cache"
+    if type(cache).__name__ not in _CACHES or type(cache).__module__ not in _CACHE_MODULES:
         return f"a cache of type {type(cache).__name__}"
     batch, heads, q_len, rank = queries.shape
     if not isinstance(keys, mx.array) or keys.shape != (batch, 1, keys.shape[2], rank):
