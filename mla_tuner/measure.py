@@ -218,20 +218,15 @@ def chain_length(seconds: float, queued: bool) -> int:
 
 
 def chain(runner: Runner, plan: Plan, warm_s: float) -> tuple[int, float]:
-    """The chain's length for a plan whose warm call took so long, and the seconds of its calls.
-
-    Where GPU time counts, what the warm call took on the host says nothing: a compiler, or pages on
-    their way, may be in it. A chain of one would then time a GPU that has to wake up, half as fast.
-    """
+    """The chain's length for a plan whose warm call took so long, and the seconds of its calls."""
     inner, cost_s = 1, warm_s
-    longest_s = LONGEST_CHAIN * sample_seconds(runner.queued)
-    if warm_s > longest_s and not runner.queued:
+    if warm_s > LONGEST_CHAIN * sample_seconds(runner.queued):
         return inner, cost_s
     for again in range(4):  # the first samples may still be slower than what follows
         seconds, _ = runner.sample(plan, inner)
         cost_s = seconds if math.isfinite(seconds) and seconds > 0 else warm_s
         wanted = chain_length(seconds, runner.queued)
-        if (again and wanted <= inner) or cost_s > longest_s:
+        if again and wanted <= inner:
             break
         inner = max(inner, wanted)
     return inner, cost_s
@@ -385,6 +380,11 @@ class _Session:
     def _sample(self, entry: _Entry) -> float:
         try:
             seconds, executed = self.runner.sample(entry.plan, entry.inner)
+            if self._queued and not entry.samples and seconds * entry.inner < entry.cost_s / 2:
+                # What the warm call took on the host said nothing: a compiler, or pages on their
+                # way, were in it. A GPU that wakes up for each call is half as fast.
+                entry.inner, _ = chain(self.runner, entry.plan, seconds)
+                seconds, executed = self.runner.sample(entry.plan, entry.inner)
         except LateError as error:
             entry.fail("timeout", one_line(error))
             return math.nan

@@ -35,6 +35,8 @@ class Call:
         self.queries = mx.random.normal((batch, heads, q_len, rank), dtype, key=next(keys))
         buffer = mx.random.normal((batch, 1, 256, rank), dtype, key=next(keys))
         self.latent = buffer[..., :tokens, :]
+        self.cache = KVCache()
+        self.cache.keys = buffer
         rows = heads, q_len, tokens
         scores = larger * mx.random.normal((batch, *rows), key=next(keys))
         low = mx.finfo(dtype).min if masked is None else masked
@@ -42,7 +44,7 @@ class Call:
         self.mask = mx.where(seen, scores, low).astype(dtype)
 
     def run(self, **changed: Any) -> mx.array:
-        arguments = {"cache": KVCache(), "scale": SCALE, "mask": self.mask, **changed}
+        arguments = {"cache": self.cache, "scale": SCALE, "mask": self.mask, **changed}
         return base.scaled_dot_product_attention(
             self.queries, self.latent, self.latent, **arguments
         )

@@ -50,7 +50,8 @@ class StubPolicy:
 
     def decide(self, *asked: Any) -> Decision:
         self.asked.append(asked)
-        return Decision(self.plan, "tuned", "a test says so", speedup_low=self.low)
+        us = None if self.low is None else 1e3
+        return Decision(self.plan, "tuned", "a test says so", us, speedup_low=self.low)
 
 
 class Measured(StubPolicy):

@@ -37,6 +37,19 @@ def test_uninstall_gives_back_what_was_there(deepseek: Any) -> None:
     uninstall()
 
 
+def test_a_policy_without_rows_of_its_own_decides(deepseek: Any) -> None:
+    """One that lives by a shared table has the length 0."""
+
+    class Empty(StubPolicy):
+        def __len__(self) -> int:
+            return 0
+
+    install(policy := Empty())
+    decode(deepseek, 1, None, (1,))
+    assert policy.asked
+    assert stats().routed == 2
+
+
 def test_a_second_install_changes_the_policy_alone(deepseek: Any) -> None:
     install(StubPolicy(MLX))
     bound = vars(attention_class("deepseek_v3"))["__call__"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from inspect import unwrap
 from types import FunctionType, ModuleType
 from typing import Any
@@ -49,23 +50,23 @@ def test_every_module_that_holds_the_function_is_bound_and_given_back() -> None:
         assert bound() == before
 
 
-def test_a_module_that_is_loaded_later_has_ours_and_keeps_it(
+def test_a_module_that_is_loaded_later_has_ours_and_gives_it_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call, stock = Call(), base.scaled_dot_product_attention
     install(Measured())
     late = late_module(monkeypatch, "mlx_lm.models.late")
-    arguments = call.queries, call.latent, call.latent, KVCache(), SCALE, call.mask
+    arguments = call.queries, call.latent, call.latent, call.cache, SCALE, call.mask
     for routed in (1, 2):
         late.scaled_dot_product_attention(*arguments)
         assert stats().routed == routed
+    taken = late.scaled_dot_product_attention  # by someone who keeps it
     uninstall()
-    assert late.scaled_dot_product_attention is not stock
-    theirs = stock(*arguments)
-    assert distance([late.scaled_dot_product_attention(*arguments)], [theirs]) == 0
+    assert late.scaled_dot_product_attention is stock
+    assert distance([taken(*arguments)], [stock(*arguments)]) == 0
     install(Measured())
-    assert late.scaled_dot_product_attention is base.scaled_dot_product_attention
-    late.scaled_dot_product_attention(*arguments)
+    assert taken is late.scaled_dot_product_attention is base.scaled_dot_product_attention
+    taken(*arguments)
     assert stats().routed == 1
 
 
@@ -117,7 +118,27 @@ def test_a_function_of_other_parameters_is_left_alone(monkeypatch: pytest.Monkey
     def other(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return q
 
-    for function in (other, None):
+    def apart(
+        queries: Any,
+        keys: Any,
+        values: Any,
+        *,
+        cache: Any,
+        scale: Any,
+        mask: Any,
+        sinks: Any = None,
+    ) -> Any:
+        return queries
+
+    def defaults(
+        queries: Any, keys: Any, values: Any, cache: Any = 0, scale: Any = 1, mask: Any = 0,
+        sinks: Any = None,
+    ) -> Any:  # fmt: skip
+        return queries
+
+    stock = base.scaled_dot_product_attention
+    named = wraps(stock)(lambda queries, keys, values, **named: named["cache"])
+    for function in (other, apart, defaults, named, None):
         monkeypatch.setattr(base, ATTENTION, function)
         install(Measured())
         assert base.scaled_dot_product_attention is function
@@ -180,3 +201,19 @@ def test_an_mlx_vlm_that_took_the_function_of_mlx_lm(monkeypatch: pytest.MonkeyP
     install(Measured())
     assert vlm.scaled_dot_product_attention is base.scaled_dot_product_attention
     assert stats().classes[f"mlx_vlm.base.{ATTENTION}"] == "routed"
+
+
+def test_an_mlx_vlm_that_took_a_wrapper_of_ours_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(Measured())
+    ours = base.scaled_dot_product_attention
+    wrapper = wraps(ours)(lambda *given, **named: ours(*given, **named))
+    monkeypatch.setattr(base, ATTENTION, wrapper)
+    vlm = late_module(monkeypatch, "mlx_vlm.models.base")
+    install(Measured())
+    call = Call()
+    vlm.scaled_dot_product_attention(
+        call.queries, call.latent, call.latent, OwnCache(), scale=SCALE, mask=call.mask
+    )
+    assert stats().reasons == {"a cache of type OwnCache": 1}

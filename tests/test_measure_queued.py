@@ -33,14 +33,36 @@ def test_a_slow_first_call_does_not_shorten_the_chain() -> None:
     warm call had taken milliseconds on the host.
     """
     times = {MLX: 1.0, SINGLE: QUEUED_SAMPLE_S / 20, SPLIT2: QUEUED_SAMPLE_S / 10}
-    slow = lambda plan: Checked(True, 1e-6, "", 5.0)  # noqa: E731
-    runner = FakeRunner(times.__getitem__, check_result=slow, queued=True)
+    slow = {MLX: 1.1, SINGLE: 5.0, SPLIT2: 5e-3}
+    runner = FakeRunner(
+        lambda plan: times[plan] * (1 if plan in runner.calls[:-1] else 15),  # GPU that wakes up
+        check_result=lambda plan: Checked(True, 1e-6, "", slow[plan]),
+        queued=True,
+    )
+    times[MLX] /= 15
     run(runner, *times)
     inner = dict(zip(runner.calls, runner.chains, strict=True))
     assert inner[MLX] == 1
-    assert runner.calls.count(MLX) == 2  # one more than its round
+    assert runner.calls.count(MLX) == 1
     assert inner[SINGLE] in (20, 21)
     assert inner[SPLIT2] in (10, 11)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_slow_first_sample_does_not_either(queued: bool) -> None:
+    times = {MLX: 1e-3, SINGLE: 2e-5}
+    runner = FakeRunner(times.__getitem__, queued=queued)
+    sample = runner.sample
+
+    def sampled(plan: Plan, inner: int) -> tuple[float, Plan | None]:
+        first = plan not in runner.calls
+        seconds, ran = sample(plan, inner)
+        return seconds + first * 0.02, ran
+
+    runner.sample = sampled  # type: ignore[method-assign]
+    run(runner, MLX, SINGLE)
+    inner = dict(zip(runner.calls, runner.chains, strict=True))
+    assert inner[SINGLE] >= 20
 
 
 def test_a_search_by_gpu_time_is_brief() -> None:

@@ -102,7 +102,8 @@ def _install(policy: Policy | None, absorb: bool) -> Stats:
     wanted = known_mode()
     if wanted == "off" and _router is None:
         log.info("MLA_TUNER=off: nothing is installed in mlx-lm")
-        _last = Stats(classes={_name(kind): "MLA_TUNER=off" for kind in CLASSES})
+        names = [*map(_name, CLASSES), f"base.{shared.NAME}"]
+        _last = Stats(classes=dict.fromkeys(names, "MLA_TUNER=off"))
         return _last.copy()
     _absorbs = _absorbs or absorb
     if _router is None:
@@ -122,6 +123,7 @@ def _uninstall() -> None:
     if _router is not None:
         _last, _router, _absorbs = _router.stats, None, False
         _bindings.release()
+        shared.release()
 
 
 def _installed(policy: Policy | None, wanted: str) -> FunctionRouter:

@@ -102,6 +102,7 @@ class Router:
             out = run()
         except Exception as error:  # no request is lost for a plan
             self._failed.add(plan)
+            self.forget()
             step.stock = f"the plan {plan} failed before"
             log.warning("plan %s is not used again: %s", plan, error)
             self.stats.count_stock(f"the plan {plan} failed")
@@ -111,6 +112,10 @@ class Router:
             step.plan = str(ran.plan if ran else plan)
         self.stats.count_routed(step.plan)
         return out
+
+    def forget(self) -> None:
+        """What was decided: it may be by the plan that failed."""
+        self._step = None
 
     def run(
         self,
@@ -169,7 +174,7 @@ class Router:
     def _policy(self) -> Policy:
         from .. import policy  # not at import: it brings sqlite3 and the device probe
 
-        decides = self._given or policy.current()
+        decides = policy.current() if self._given is None else self._given  # one may have no rows
         return cast("Policy", Forced(decides)) if self.force else decides
 
     def _look_up(self, problem: Problem) -> Step:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..plan import MLX, Plan
-from ..shapes import GEOMETRIES, MAX_Q_LEN, Geometry
+from ..shapes import GEOMETRIES, MAX_BATCH, MAX_CONTEXT, MAX_Q_LEN, Geometry
 from ..words import counted
 from .bindings import Bindings
 from .mla_classes import held_by
@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 NAME = "scaled_dot_product_attention"
 PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
 ROUTED = "routed"
+HOST_US = 30  # that a routed call takes of the host more than stock's (2 virtual cores, 2026-11-30)
 _LOWEST = -1e30  # of a score: far below any other, and finite in float32 times all that follows
 _SCALES = 2**-10, 2**4  # their inverses have a second part in float16, too
 # The widest of a rank: it takes the most rows.
 _GEOMETRY_OF = {each.kv_lora_rank: each for each in sorted(GEOMETRIES)}
 _CACHES = {*CACHES, "CacheList"}  # plain ones: what they hand out is all that there is
 _CACHE_MODULES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
+_async_eval: Any = mx.async_eval  # MLX's stubs give it no types
 _ours: dict[Any, Any] = {}  # by the function that ours passes calls on to
 
 
@@ -54,6 +56,10 @@ class FunctionRouter(Router):
     ) -> None:
         super().__init__(policy, force, failed)
         self._latest: tuple[object, Step] | None = None
+
+    def forget(self) -> None:
+        super().forget()
+        self._latest = None
 
     def attend(
         self,
@@ -96,16 +102,16 @@ class FunctionRouter(Router):
         calls = calls_for(total, geometry)
         rows = total // calls
         step = self._look_up(Problem(Span((tokens,) * batch), 1, rows, dtype, geometry))
-        plan, low = step.decision.plan, step.decision.speedup_low
+        plan, us, low = step.decision.plan, step.decision.expected_us, step.decision.speedup_low
         if step.stock:
             return step
         if not plan.native:
             step.stock = f"the plan is {plan} ({step.decision.source})"
         elif self.force:
             return step
-        elif low is None:
+        elif us is None or low is None:
             step.stock = f"a plan that was not measured ({step.decision.source})"
-        elif not pays(low, calls, rows, geometry):
+        elif not pays(us, low, calls, rows, geometry):
             step.stock = f"a plan that gains too little in {counted(calls, 'call')}"
         return step
 
@@ -125,6 +131,10 @@ def refusal(queries: mx.array, keys: Any, cache: Any, scale: Any, mask: Any, sin
         return "prefill"
     if rank not in _GEOMETRY_OF:
         return f"a latent of {rank} numbers"
+    if _held_width(cache) != rank:  # a part of it may lie as Metal's kernels can't read it
+        return "a latent that its cache does not hold as it is"
+    if batch > MAX_BATCH or keys.shape[2] > MAX_CONTEXT:
+        return "a batch or context beyond what kernels take"
     rows = heads, q_len, keys.shape[2]
     if not isinstance(mask, mx.array) or mask.shape not in ((batch, *rows), (1, *rows)):
         return "a mask without scores for each head"
@@ -135,26 +145,33 @@ def refusal(queries: mx.array, keys: Any, cache: Any, scale: Any, mask: Any, sin
     return ""
 
 
+def _held_width(cache: Any) -> int:
+    """Numbers a token in a cache, or in the first of its parts; 0 where that is not to be seen."""
+    parts = getattr(cache, "caches", (cache,))
+    held = getattr(parts[0], "keys", None)
+    return int(held.shape[-1]) if isinstance(held, mx.array) else 0
+
+
 def calls_for(rows: int, geometry: Geometry) -> int:
     """The fewest calls of equal size for so many rows, each of which takes two rope columns."""
     most = geometry.rope_dim // 2
     return next(calls for calls in range(-(-rows // most), rows + 1) if rows % calls == 0)
 
 
-def pays(low: float, calls: int, rows: int, geometry: Geometry) -> bool:
-    """Whether `calls` calls of `rows` rows are sure to take less time than MLX's own path.
+def pays(us: float, low: float, calls: int, rows: int, geometry: Geometry) -> bool:
+    """Whether `calls` calls of `rows` rows take less than MLX's own path, by all that is known.
 
-    low: how many times faster than that path the plan is in one call, at least. The path takes no
-    less for all rows, so the calls take `calls / low` of its time at most. Beside them MLX's
-    operations move, for each token, six numbers a row (its score is written, read and raised,
-    read and transposed, read again), `rope_dim` to make the scores, since `low` counts these as
-    the path's alone, and `rope_dim` written for each call. The path moves the token and each
-    score twice at least. That a number takes as long in either is what this rests on.
+    us, low: of one call, and how many times longer that path takes for its rows, at least; it takes
+    no less for all rows. Beside our calls MLX's operations move, for each token, six numbers a row
+    (its score is written, read and raised, read and transposed, read again), `rope_dim` to make
+    the scores, since `low` counts these as the path's alone, and `rope_dim` written for each call.
+    The path moves the token and each score twice at least. That a number takes as long in either
+    is what this rests on. The host's time may be nobody's, or all of it be waited for.
     """
     rank, rope = geometry
-    total = calls * rows
-    beside = 6 * total + (1 + calls) * rope
-    return calls / low + beside / (rank + rope + 2 * total) < 1
+    total, path_us = calls * rows, us * low
+    beside = (6 * total + (1 + calls) * rope) / (rank + rope + 2 * total)
+    return calls * us + beside * path_us + HOST_US < path_us
 
 
 def by_rows(
@@ -194,7 +211,7 @@ def rope_keys(scores: mx.array, rope_dim: int) -> mx.array:
     return columns if copies * rows == rope_dim else columns[..., :rope_dim]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def rope_queries(batch: int, rows: int, rope_dim: int, scale: float, dtype: mx.Dtype) -> mx.array:
     """Rope queries `[batch, rows, 1, rope_dim]` that undo the scale of a row's own scores.
 
@@ -203,8 +220,10 @@ def rope_queries(batch: int, rows: int, rope_dim: int, scale: float, dtype: mx.D
     """
     high = mx.array(1 / scale, dtype).item()
     own = {0: high, rows: 1 / scale - high}  # by a column's distance from the row's number
-    picked = [[own.get(column - row, 0.0) for column in range(rope_dim)] for row in range(rows)]
-    return mx.array([[[row] for row in picked]] * batch, dtype)
+    picked = [[[own.get(column - row, 0.0) for column in range(rope_dim)]] for row in range(rows)]
+    queries = mx.repeat(mx.array([picked], dtype), batch, axis=0)
+    _async_eval(queries)  # a lazy array can be evaluated by the thread that made it alone
+    return queries
 
 
 # --- binding -------------------------------------------------------------------------------------
@@ -244,7 +263,7 @@ def _bind(engine: str, bindings: Bindings, router: Callable[[], FunctionRouter |
         return found
     base = sys.modules[f"{engine}.models.base"]
     held = bindings.stock(base, NAME)  # ours already, where it is that of another engine
-    stock = next((stock for stock, ours in _ours.items() if ours is held), held)
+    stock = next((stock for stock, ours in _ours.items() if _reaches(held, ours)), held)
     if not _known(stock):
         return "its parameters are not the known ones"
     if stock not in _ours:
@@ -253,6 +272,22 @@ def _bind(engine: str, bindings: Bindings, router: Callable[[], FunctionRouter |
         if vars(module).get(NAME) is stock:
             bindings.bind(module, NAME, _ours[stock])
     return ROUTED
+
+
+def release() -> None:
+    """Give modules that were loaded since, and took ours from the base, the stock function."""
+    for engine in ("mlx_lm", "mlx_vlm"):
+        for module in _models(engine):
+            for stock, ours in _ours.items():
+                if vars(module).get(NAME) is ours:
+                    setattr(module, NAME, stock)
+
+
+def _reaches(function: Any, ours: Any) -> bool:
+    """Whether it is ours, or a wrapper that says it wraps ours."""
+    while function is not ours and function is not None:
+        function = getattr(function, "__wrapped__", None)
+    return function is ours
 
 
 def _models(engine: str) -> list[ModuleType]:
@@ -267,7 +302,11 @@ def _known(function: Any) -> bool:
     """By its parameters, not by its source: that changes with what else it learns to do."""
     if not inspect.isfunction(function):
         return False
-    return list(inspect.signature(function).parameters) == PARAMETERS
+    found = inspect.signature(function, follow_wrapped=False).parameters
+    kinds = {each.kind for each in found.values()}
+    optional = [name for name, each in found.items() if each.default is not each.empty]
+    either = {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return list(found) == PARAMETERS and kinds == either and optional == PARAMETERS[-1:]
 
 
 def _function(

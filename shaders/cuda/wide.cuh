@@ -267,7 +267,9 @@ MLA void hold_queries(u32 (&held)[8][4], int row, const u8* from, int group) {
 
 MLA void write_result(float (&o)[128], const Rows& x, const Work& w, const Result& r, int count, u8* shared) {
   const int group = threadIdx.x >> 7, pair = threadIdx.x & 3;
-  float* sums = (float*)shared;  // [2, 64]; Q is no longer needed
+  // [2, 64]; Q is no longer needed: products with it are over for all warps of a group when one has waited for
+  // later ones, which all of them take part in, and the other group was waited for after its last scores.
+  float* sums = (float*)shared;
   float sum[2];
 #pragma unroll
   for (int y = 0; y < 2; ++y) {
