@@ -209,7 +209,7 @@ def test_an_mlx_vlm_that_took_a_wrapper_of_ours_is_asked_once(
     install(Measured())
     ours = base.scaled_dot_product_attention
     wrapper = wraps(ours)(lambda *given, **named: ours(*given, **named))
-    monkeypatch.setattr(base, ATTENTION, wrapper)
+    setattr(base, ATTENTION, wrapper)
     vlm = late_module(monkeypatch, "mlx_vlm.models.base")
     install(Measured())
     call = Call()

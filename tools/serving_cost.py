@@ -193,8 +193,11 @@ def function_us(policy: Any) -> Figures:
     latent, mask = mx.zeros((1, 1, 8000, 512), mx.bfloat16), mx.zeros((1, 16, 1, 8000), mx.bfloat16)
     mx.eval(queries, latent, mask)
     router = shared_attention.FunctionRouter(policy)
-    asked = queries, latent, kv_cache(), 0.1, mask, None
+    cache = kv_cache()
+    cache.keys = latent
+    asked = queries, latent, cache, 0.1, mask, None
     stock = (queries, latent, latent, *asked[2:])
+    assert router.attend(*asked) is not None, router.stats
     return {
         "routing a call of the function": microseconds(lambda: router.function_step(*asked)),
         "added to a call of the function": microseconds(lambda: router.attend(*asked))

@@ -16,20 +16,17 @@ from collections.abc import Callable
 from functools import lru_cache
 from math import gcd
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
-from ..plan import MLX, Plan
+from ..plan import MLX
 from ..shapes import GEOMETRIES, MAX_BATCH, MAX_CONTEXT, MAX_Q_LEN, Geometry
 from ..words import counted
 from .bindings import Bindings
 from .mla_classes import held_by
 from .routing import Problem, Router, Step, decode
 from .spans import CACHES, Span
-
-if TYPE_CHECKING:
-    from ..policy import Policy
 
 NAME = "scaled_dot_product_attention"
 PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
@@ -48,14 +45,7 @@ _ours: dict[Any, Any] = {}  # by the function that ours passes calls on to
 class FunctionRouter(Router):
     """Routes calls of attention classes, and those of the function that other classes share."""
 
-    def __init__(
-        self,
-        policy: Policy | None = None,
-        force: bool = False,
-        failed: set[Plan] | None = None,
-    ) -> None:
-        super().__init__(policy, force, failed)
-        self._latest: tuple[object, Step] | None = None
+    _latest: tuple[object, Step] | None = None
 
     def forget(self) -> None:
         super().forget()
