@@ -7,6 +7,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import answer, run
@@ -229,9 +230,9 @@ def test_no_bucket_of_another_layout_is_lost_without_a_word(
 @pytest.mark.parametrize(
     "heads", [10**5000, -(10**5000), 0, "16"], ids=["huge", "hugely negative", "none", "a text"]
 )
-def test_what_is_no_head_count_finds_nothing(tmp_path: Path, heads: object) -> None:
+def test_what_is_no_head_count_finds_nothing(tmp_path: Path, heads: Any) -> None:
     packaged(tmp_path, LONG)
-    assert load(H200).decide(32768, 1, heads, "bfloat16").plan == MLX  # type: ignore[arg-type]
+    assert load(H200).decide(32768, 1, heads, "bfloat16").plan == MLX
 
 
 def test_many_devices_take_no_longer_each(tmp_path: Path) -> None:

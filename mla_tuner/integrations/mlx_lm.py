@@ -109,7 +109,8 @@ def _install(policy: Policy | None, absorb: bool) -> Stats:
     if _router is None:
         _router = _installed(policy, wanted)
     else:
-        _router = _router if policy is None else _renewed(_router, policy)
+        if policy is not None:
+            _router = _renewed(_router, policy)
         _router.stats.classes |= _bind_functions()
     if absorb:
         _bind_absorbing()
