@@ -10,6 +10,8 @@ namespace mla::MLA_ISA {
 namespace {
 
 constexpr int kChunk = 32;  // dims converted at a time: two buffers of 2 KB stay in L1 (4 KB ones would alias)
+// Dims whose products make one sum: one chain of 576 additions errs more than MLX's products of matrices.
+constexpr int kSection = 160;
 
 // acc[g][t] += q[g][dim] * key[t][dim]
 template <int G, int N>
@@ -25,12 +27,16 @@ MLA_INLINE void multiply(const float* q, size_t group, const float* key, int str
   }
 }
 
+// s = or += the products of a section of dims.
 template <int G, int N>
-MLA_INLINE void store_scores(const Vec (&acc)[G][N], float* s) {
+MLA_INLINE void add_section(bool first, const Vec (&acc)[G][N], float* s) {
   MLA_UNROLL(2)
   for (int g = 0; g < G; ++g) {
     MLA_UNROLL(16)
-    for (int t = 0; t < N; ++t) store(s + (g * kTile + t) * W, acc[g][t]);
+    for (int t = 0; t < N; ++t) {
+      float* at = s + (g * kTile + t) * W;
+      store(at, first ? acc[g][t] : load(at) + acc[g][t]);
+    }
   }
 }
 
@@ -59,24 +65,26 @@ void scores_through_buffer(const float* q /*[G][dim][W]*/, const Tile<T>& tile, 
   const int dim = a.dim();
   const size_t group = size_t(dim) * W;
   Ahead ahead = next;
-  Vec acc[G][N] = {};
-  for (int c = 0; c < dim; c += kChunk) {
-    const float* key = buffer[c / kChunk % 2];
-    float* later = buffer[(c / kChunk + 1) % 2];
-    aim(least(c + kChunk, dim - kChunk));
-    for (int i = 0; i < kSteps; ++i) {
-      MLA_UNROLL(2)
-      for (int u = 0; u < kStep / 2; ++u)
-        if (ahead.any()) ahead.step();
-      MLA_UNROLL(4)
-      for (int u = 0; u < N * kLines / kSteps; ++u) convert(later, i * (N * kLines / kSteps) + u);
-      MLA_UNROLL(4)
-      for (int u = 0; u < kStep; ++u)
-        multiply<G, N>(q + (c + kStep * i + u) * W, group, key + kStep * i + u, kChunk, acc);
+  for (int section = 0; section < dim; section += kSection) {
+    Vec acc[G][N] = {};
+    for (int c = section; c < least(section + kSection, dim); c += kChunk) {
+      const float* key = buffer[c / kChunk % 2];
+      float* later = buffer[(c / kChunk + 1) % 2];
+      aim(least(c + kChunk, dim - kChunk));
+      for (int i = 0; i < kSteps; ++i) {
+        MLA_UNROLL(2)
+        for (int u = 0; u < kStep / 2; ++u)
+          if (ahead.any()) ahead.step();
+        MLA_UNROLL(4)
+        for (int u = 0; u < N * kLines / kSteps; ++u) convert(later, i * (N * kLines / kSteps) + u);
+        MLA_UNROLL(4)
+        for (int u = 0; u < kStep; ++u)
+          multiply<G, N>(q + (c + kStep * i + u) * W, group, key + kStep * i + u, kChunk, acc);
+      }
     }
+    add_section<G, N>(section == 0, acc, s);
   }
   next = ahead;
-  store_scores<G, N>(acc, s);
 }
 
 template <int G, int N, int kStride>
@@ -97,12 +105,15 @@ void scores_in_place(const float* q, const Tile<float>& tile, int first, const P
   constexpr int N = kBlock / G;
   const size_t group = size_t(a.dim()) * W;
   Ahead ahead = next;
-  Vec acc[G][N] = {};
-  scores_of_part<G, N, kLatentStride>(q, group, tile.latent[first], a.rank, acc, ahead);
-  if constexpr (kRopeStride > 0)
-    scores_of_part<G, N, kRopeStride>(q + a.rank * W, group, tile.rope[first], a.rope, acc, ahead);
+  for (int d = 0; d < a.rank; d += kSection) {
+    const int dims = least(kSection, a.rank - d);
+    Vec acc[G][N] = {};
+    scores_of_part<G, N, kLatentStride>(q + d * W, group, tile.latent[first] + d, dims, acc, ahead);
+    if (kRopeStride > 0 && d + dims == a.rank)
+      scores_of_part<G, N, kRopeStride>(q + a.rank * W, group, tile.rope[first], a.rope, acc, ahead);
+    add_section<G, N>(d == 0, acc, s);
+  }
   next = ahead;
-  store_scores<G, N>(acc, s);
 }
 
 template <typename T>

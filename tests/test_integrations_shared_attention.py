@@ -147,7 +147,7 @@ ROWS = [
 def test_answers_are_no_worse_than_those_of_stock(
     dtype: mx.Dtype, larger: float, masked: float | None, forced: None
 ) -> None:
-    """In float32 either may be nearer, within what kernels are asked for anywhere."""
+    """In float32 with scores around 100 either may be nearer: a score's last bit is 4e-6 there."""
     calls = [
         Call(heads, dtype, batch=batch, q_len=q_len, masked=masked, larger=larger)
         for heads, batch, q_len in ROWS
@@ -158,7 +158,7 @@ def test_answers_are_no_worse_than_those_of_stock(
     assert stats().plans == {"split x2": len(ROWS)}
     assert stats().reasons == {}
     assert max(ours) < MOST[dtype]
-    if dtype != mx.float32:
+    if dtype != mx.float32 or larger == 1:
         assert all(a < b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
