@@ -301,11 +301,12 @@ def verify(device: str | None, budget: float, db: Path | None, as_json: bool | N
 
 @main.command(
     context_settings={"allow_interspersed_args": False, "allow_extra_args": True},
-    options_metavar="[--absorb] [--] mlx_lm.COMMAND ...",
+    options_metavar="[--absorb] [--write-misses] [--] mlx_lm.COMMAND ...",
 )
 @click.option("--absorb", is_flag=True, help="Let DeepSeek-V2, Youtu and MiniCPM3 cache latents.")
+@click.option("--write-misses", is_flag=True, help="At the end, for `mla-tune --from-misses`.")
 @click.pass_context
-def run(ctx: click.Context, absorb: bool) -> None:
+def run(ctx: click.Context, absorb: bool, write_misses: bool) -> None:
     """Run a command of mlx-lm with its decode routed through the tuned plans.
 
     For instance: mla-tune run -- mlx_lm.server --model ... With MLA_TUNER=log in the environment
@@ -316,7 +317,7 @@ def run(ctx: click.Context, absorb: bool) -> None:
 
     if not ctx.args:
         raise click.UsageError("give a command of mlx-lm: mlx_lm.server, mlx_lm.generate, ..")
-    engine.run(ctx.args, absorb=absorb)
+    engine.run(ctx.args, absorb=absorb, write_misses=write_misses)
 
 
 def _file(name: str, text: str) -> Any:

@@ -125,6 +125,16 @@ def probe(choice: str = "auto", system: System = SYSTEM) -> Device:
     return metal_device(info, system) if gpu == "metal" else cuda_device(info, _cuda_attributes())
 
 
+def free_bytes(device: Device, system: System = SYSTEM) -> int:
+    """Memory that nobody uses right now; all of it where the system doesn't tell."""
+    if device.backend == "cuda":
+        free = _gpu()[1].get("free_memory")
+        return free if isinstance(free, int) else device.memory_gb * GB
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", system.read("proc/meminfo"), re.MULTILINE)
+    whole = device.memory_gb * GB
+    return min(whole, int(match[1]) * 1024) if match and device.backend == "cpu" else whole
+
+
 def use(device: Device) -> None:
     """Make MLX run on this device from now on."""
     mx.set_default_device(mx.cpu if device.backend == "cpu" else mx.gpu)

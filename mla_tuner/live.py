@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from . import backends, cases, ops
 from .backends.head_start import HeadStart, head_start
-from .device import GB, Device, use
+from .device import GB, Device, free_bytes, use
 from .errors import DeviceError
 from .evidence import LATE
 from .measure import Checked, LateError, Runner, one_line
@@ -24,7 +24,8 @@ from .shapes import Geometry, Shape
 from .worker import Worker
 
 COLD_CACHES = 3  # times the last-level cache that a ring of cases covers
-MEMORY_SHARE = 0.25  # of the machine's memory that a ring may take
+MEMORY_SHARE = 0.25  # of the machine's memory that a ring may take,
+FREE_SHARE = 0.5  # and of what others had left when measuring began: plans need room, too
 CHECKED_TOKENS = 1 << 14  # that differ in a case for the check: the truth of more takes seconds
 FIRST_HEAD_START_S = 40e-6  # a call, before it is known how long the host takes
 TRIES = 6  # for the host to get ahead of the GPU, from 0.1 ms to the longest head start
@@ -84,19 +85,34 @@ class LiveRunners:
     def now(self) -> float:
         return time.perf_counter()
 
+    @cached_property
+    def most_bytes(self) -> int:
+        """Memory that a ring may take."""
+        whole, free = self.device.memory_gb * GB, free_bytes(self.device)
+        return int(min(MEMORY_SHARE * whole, FREE_SHARE * free))
+
+    def within(self, what: str, nbytes: int) -> int:
+        """`most_bytes`, of which so many are asked for.
+
+        Raises:
+            MemoryError: they are more.
+        """
+        if nbytes > self.most_bytes:
+            raise MemoryError(
+                f"{what} takes {nbytes / GB:.1f} GiB; no more than {self.most_bytes / GB:.1f} may "
+                "be taken, a quarter of memory and half of what was free"
+            )
+        return self.most_bytes
+
     def pool_for(self, shape: Shape) -> cases.Pool:
-        """A pool of at least three last-level caches and one case, within a quarter of the memory.
+        """A pool of at least three last-level caches and one case, within `most_bytes`.
 
         Raises:
             MemoryError: one case alone is larger than that.
         """
-        limit = int(MEMORY_SHARE * self.device.memory_gb * GB)
         block_bytes = shape.batch * 64 * shape.geometry.width * 4  # each sequence's last block
         one = shape.cache_bytes + block_bytes
-        if one > limit:
-            raise MemoryError(
-                f"the cache takes {one / GB:.1f} GiB, a quarter of memory is {limit / GB:.1f}"
-            )
+        limit = self.within("the cache", one)
         wanted = max(one, min(COLD_CACHES * self.device.cache_bytes, limit))
         pool = self._pool
         if pool is None or not _serves(pool, shape.dtype, shape.geometry, wanted):

@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from . import cases, ops
 from .caches import Cache, DenseCache, PagedCache
-from .device import GB, Device
-from .live import COLD_CACHES, MEMORY_SHARE, LiveRunner, LiveRunners, RemoteRunner, _Host
+from .device import Device
+from .live import COLD_CACHES, LiveRunner, LiveRunners, RemoteRunner, _Host
 from .measure import MAX_INNER, Checked, Runner
 from .plan import Plan
 from .shapes import DTYPE_BYTES, Shape
@@ -75,13 +75,9 @@ class ModuleRunners(LiveRunners):
         """How many of that size it takes until the first one is cold, at most a model's layers.
 
         Raises:
-            MemoryError: one alone is larger than a quarter of the memory.
+            MemoryError: one alone is larger than `most_bytes`.
         """
-        limit = int(MEMORY_SHARE * self.device.memory_gb * GB)
-        if nbytes > limit:
-            raise MemoryError(
-                f"a layer takes {nbytes / GB:.1f} GiB, a quarter of memory is {limit / GB:.1f}"
-            )
+        limit = self.within("a layer", nbytes)
         cold = ceil(COLD_CACHES * self.device.cache_bytes / nbytes) + 1
         return max(1, min(cold, MAX_INNER, limit // nbytes))
 

@@ -50,7 +50,10 @@ class Call:
         )
 
     def error(self, out: mx.array) -> float:
-        """The largest error of a row, relative to its length."""
+        return float(self.errors(out).max())
+
+    def errors(self, out: mx.array) -> np.ndarray:
+        """Each row's error against float64, relative to its length."""
         batch, heads, q_len, _ = self.queries.shape
         rows = batch, heads * q_len, -1  # one product for all of them
         queries, mask = (wide(each).reshape(rows) for each in (self.queries, self.mask))
@@ -58,8 +61,12 @@ class Call:
         scores = queries @ latent.swapaxes(-1, -2) * SCALE + np.maximum(mask, -1e30)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         truth = (weights / weights.sum(-1, keepdims=True) @ latent).reshape(self.queries.shape)
-        off = np.linalg.norm(wide(out) - truth, axis=-1) / np.linalg.norm(truth, axis=-1)
-        return float(off.max())
+        return np.linalg.norm(wide(out) - truth, axis=-1) / np.linalg.norm(truth, axis=-1)
+
+
+def rms(found: list[np.ndarray]) -> float:
+    """Root mean square of all of them."""
+    return float(np.sqrt(np.mean(np.concatenate([each.ravel() for each in found]) ** 2)))
 
 
 def wide(x: mx.array) -> np.ndarray:

@@ -25,7 +25,8 @@ from mlx_lm.models.cache import (
 from tiny_models import VOCABULARY
 
 from mla_tuner import ops
-from mla_tuner.integrations import absorb, mlx_lm, shared_attention
+from mla_tuner.caches import PagedCache
+from mla_tuner.integrations import absorb, mlx_lm, routing, shared_attention
 from mla_tuner.integrations.bindings import Bindings
 from mla_tuner.integrations.counts import Stats
 from mla_tuner.integrations.mla_classes import CLASSES, MlaClass
@@ -74,6 +75,17 @@ def breaking(after: int) -> Callable[..., mx.array]:
     return broken
 
 
+def breaking_late(
+    q_nope: mx.array, q_pe: mx.array, cache: object, *, scale: float, **options: Any
+) -> mx.array:
+    """An operation whose answer raises where it is asked for, as of a kernel that won't compile."""
+    batch, _, q_len, rank = q_nope.shape
+    blocks = mx.zeros((1, 8, rank + q_pe.shape[-1]), q_nope.dtype)
+    nowhere = mx.full((batch, 1), 99, mx.int32)
+    paged = PagedCache(blocks, nowhere, [q_len] * batch)
+    return ops.mla_decode(q_nope, q_pe, paged, scale=scale, plan=Plan("single"))
+
+
 @contextmanager
 def mlx_lm_as_it_is() -> Iterator[None]:
     """Gives mlx-lm its own methods back at the end, whatever is bound by then."""
@@ -90,7 +102,7 @@ def mlx_lm_as_it_is() -> Iterator[None]:
     mlx_lm.uninstall()
     shared_attention._ours.clear()
     absorb._said.clear()
-    mlx_lm._failed.clear()
+    routing.FAILED.clear()
     mlx_lm._bindings = Bindings()
     mlx_lm._last = Stats()
 

@@ -43,20 +43,23 @@ def others() -> list[tuple[str, Shape]]:
     return found
 
 
-def kernels(name: str, shape: Shape) -> list[Kernel]:
-    """The texts that a split call launches."""
+def kernels(name: str, shape: Shape, plan: Plan, want_lse: bool = False) -> list[Kernel]:
+    """The texts that a call launches."""
     case = make_case(shape)
     starts, lengths = (0,) * shape.batch, tuple(case.cache.lengths)
     ticket = next_ticket()
-    call = Call(case.q_nope, case.q_pe, case.cache, 1.0, shape, lengths, starts, ticket)
+    call = Call(case.q_nope, case.q_pe, case.cache, 1.0, shape, lengths, starts, ticket, want_lse)
     with recorded() as found:
-        CudaBackend().run(Plan("split", 2, name), call)
-    assert len(found) == 2
+        CudaBackend().run(plan, call)
+    assert len(found) == 1 + (plan.path == "split")
     return found
 
 
-def architecture(name: str) -> str:
-    return "sm_80" if cuda_tiles.TILES[name].kernel in ("portable", "simple") else "sm_90a"
+def architectures(name: str) -> tuple[str, ...]:
+    """What a tile's kernel runs on."""
+    return {"portable": ("sm_80",), "simple": ("sm_80", "sm_90a")}.get(
+        cuda_tiles.TILES[name].kernel, ("sm_90a",)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +75,16 @@ def compiled(compiler: Nvrtc) -> dict[tuple[str, str], tuple[Kernel, Compiled | 
     """What became of each text, by architecture and name: code, or the compiler's words."""
     work: dict[tuple[str, str], Kernel] = {}
     for name, shape in (*usual(), *others()):
-        decode, merge = kernels(name, shape)
-        work[architecture(name), decode.name] = decode
-        work["sm_80", merge.name] = merge
+        decode, merge = kernels(name, shape, Plan("split", 2, name))
+        for target in architectures(name):
+            work[target, decode.name] = decode
+            work[target, merge.name] = merge
+    for name, shape in others():  # with the log-sum-exp as a second output
+        (whole,) = kernels(name, shape, Plan("single", 1, name), True)
+        _, merge = kernels(name, shape, Plan("split", 2, name), True)
+        for target in architectures(name):
+            work[target, whole.name] = whole
+            work[target, merge.name] = merge
 
     def compile_one(item: tuple[tuple[str, str], Kernel]) -> Compiled | str:
         (target, name), kernel = item

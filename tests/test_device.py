@@ -277,6 +277,20 @@ def test_cuda():
     assert device.cuda_device(info, {}).key == "cuda/sm_90/?c/140gb"
 
 
+def test_free_memory_is_the_drivers_or_the_systems_word(monkeypatch, tmp_path):
+    gpu = device.cuda_device({"device_name": "H", "total_memory": 8 << 30}, {})
+    for info, free in (({"free_memory": 5 << 30}, 5), ({}, 8)):
+        monkeypatch.setattr(device, "_gpu", lambda info=info: ("cuda", info))
+        assert device.free_bytes(gpu) == free << 30
+    system = linux(tmp_path)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 25165824 kB\nMemAvailable: 3145728 kB\n")
+    cpu = device.cpu_device(system)
+    assert (cpu.memory_gb, device.free_bytes(cpu, system)) == (24, 3 << 30)
+    assert device.free_bytes(cpu, macos({})) == 24 << 30
+    apple = device.metal_device(M5, macos({}))
+    assert device.free_bytes(apple, system) == apple.memory_gb << 30
+
+
 def test_absent_device_is_one_line_that_names_what_is_there(monkeypatch):
     monkeypatch.setattr(device, "_gpu", lambda: ("", {}))
     with pytest.raises(DeviceError, match=r"^no metal device here: MLX \S+ sees cpu only$"):

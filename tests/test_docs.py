@@ -64,10 +64,9 @@ def sources() -> Iterator[tuple[Path, str]]:
 
 
 def test_environment_variables_are_documented() -> None:
-    used = {
-        name for _, text in sources() for name in re.findall(r'"(MLA_TUNER(?:_[A-Z]+)*)"', text)
-    }
-    assert used >= {"MLA_TUNER", "MLA_TUNER_DB", "MLA_TUNER_THREADS"}
+    named = r'"(MLA_TUNER(?:_[A-Z]+)*|(?:MLX|DATASETTE|VLLM|XDG)(?:_[A-Z]+)+)"'
+    used = {name for _, text in sources() for name in re.findall(named, text)}
+    assert used >= {"MLA_TUNER", "MLA_TUNER_DB", "MLA_TUNER_THREADS", "MLX_MAX_OPS_PER_BUFFER"}
     assert all(f"`{name}`" in CONFIGURATION for name in used)
 
 

@@ -37,6 +37,19 @@ def test_uninstall_gives_back_what_was_there(deepseek: Any) -> None:
     uninstall()
 
 
+def test_a_second_uninstall_takes_out_what_others_had_kept(deepseek: Any) -> None:
+    """Their wrapper was around ours at the first, and then gave ours back."""
+    owner = attention_class("deepseek_v3")
+    stock = vars(owner)["__call__"]
+    install(StubPolicy())
+    ours = vars(owner)["__call__"]
+    owner.__call__ = lambda *arguments, **options: ours(*arguments, **options)
+    uninstall()
+    owner.__call__ = ours
+    uninstall()
+    assert vars(owner)["__call__"] is stock
+
+
 def test_a_policy_without_rows_of_its_own_decides(deepseek: Any) -> None:
     """One that lives by a shared table has the length 0."""
 

@@ -277,6 +277,16 @@ def test_a_quantised_cache_fails_as_it_does_in_stock(deepseek: Any) -> None:
     assert stats().reasons == {"a cache of type QuantizedKVCache": 1}
 
 
+@pytest.mark.parametrize("kind", [KVCache, lambda: RotatingKVCache(64)])
+def test_an_offset_on_the_device_is_no_length(kind: Callable[[], Any], deepseek: Any) -> None:
+    cache = kind()
+    cache.offset = mx.array(3)
+    attention, x = attentions(deepseek, KINDS["deepseek_v3"])[0], mx.zeros((1, 1, 32))
+    router = routing.Router(StubPolicy())
+    assert router.step(KINDS["deepseek_v3"], attention, x, None, cache) is None
+    assert router.stats.reasons == {"lengths that are not known on the host": 1}
+
+
 def test_padding_among_the_new_tokens_runs_stock(deepseek: Any) -> None:
     cache = [BatchKVCache([0, 2]) for _ in range(2)]
     with patch(StubPolicy()):

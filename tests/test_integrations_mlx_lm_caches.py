@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ FAMILIES = [
     for name in CONFIGS
 ]
 ROTATED = "padding in the middle of a rotated cache"
+PADDED = "a token of padding among the new ones"
 
 
 # --- rotating: two more tokens than the prompt has fit in
@@ -65,9 +67,10 @@ def test_a_rotating_cache_before_and_after_it_is_full(case: str, deepseek: Any) 
     assert stats().look_ups <= len(ROTATING[case][2])
 
 
+@pytest.mark.parametrize("convert", [rotating, rotating_batch([0, 0])])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_with_a_rotating_cache(name: str) -> None:
-    model, case = tiny_model(name), (2, rotating, (1, 4, 1, 2))
+def test_every_family_with_a_rotating_cache(name: str, convert: Callable[[Any], Any]) -> None:
+    model, case = tiny_model(name), (2, convert, (1, 4, 1, 2))
     theirs = decode(model, *case)
     with patch(StubPolicy()):
         ours = decode(model, *case)
@@ -164,6 +167,24 @@ def test_a_prompt_cache_from_a_file_goes_on(kind: str, deepseek: Any, tmp_path: 
     assert stats().plans == {"split x2": 6}
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_goes_on_from_a_file(name: str, tmp_path: Path) -> None:
+    model, file = tiny_model(name), str(tmp_path / "cache.safetensors")
+    cache = make_prompt_cache(model)
+    model(tokens(1, PROMPT), cache=cache)
+    save_prompt_cache(file, cache)
+
+    def steps() -> list[mx.array]:
+        loaded = load_prompt_cache(file)
+        return [model(tokens(1, 1, seed=seed), cache=loaded) for seed in range(3)]
+
+    theirs = steps()
+    with patch(StubPolicy()):
+        ours = steps()
+    assert distance(ours, theirs) < BOUND
+    assert stats().routed == 3 * len(attentions(model, KINDS[name]))
+
+
 def test_a_cache_goes_on_where_it_was_cut(deepseek: Any) -> None:
     cache = make_prompt_cache(deepseek)
     with patch(StubPolicy()):
@@ -186,6 +207,16 @@ def test_generate_step(options: dict[str, int], deepseek: Any) -> None:
         assert generated(deepseek, **options) == theirs
     assert stats().routed >= 10
     assert set(stats().reasons) == {"prefill"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_generates(name: str) -> None:
+    model = tiny_model(name)
+    theirs = generated(model), batched(model)
+    with patch(StubPolicy()):
+        assert (generated(model), batched(model)) == theirs
+    assert stats().routed >= 20
+    assert set(stats().reasons) <= {"prefill", PADDED}
 
 
 def test_a_draft_model_is_verified_through_the_plan(deepseek: Any) -> None:

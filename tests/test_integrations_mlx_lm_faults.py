@@ -16,6 +16,7 @@ from serving_steps import (
     PROMPT,
     StubPolicy,
     breaking,
+    breaking_late,
     decode,
     distance,
     padded,
@@ -28,7 +29,9 @@ from tiny_models import CONFIGS, FULL_CONFIGS, tiny_model
 from mla_tuner import ops
 from mla_tuner.integrations import routing
 from mla_tuner.integrations.mlx_lm import install, patch, stats, uninstall
-from mla_tuner.plan import Decision
+from mla_tuner.integrations.spans import Span
+from mla_tuner.plan import Decision, Plan
+from mla_tuner.shapes import DEEPSEEK
 
 pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
 
@@ -54,6 +57,32 @@ def test_a_plan_that_raises_loses_no_step_and_is_not_used_again(
     assert stats().reasons["the plan split x2 failed before"] == layers * len(case[2]) - 2
     lines = [line for line in caplog.messages if "absorbed" not in line]
     assert lines == ["plan split x2 is not used again: no such kernel"]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash"])
+def test_nor_does_one_that_raises_when_it_is_evaluated(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, case = tiny_model(name), (1, None, (1, 2, 1))
+    theirs = decode(model, *case)
+    monkeypatch.setattr(routing, "mla_decode", breaking_late)
+    with patch(StubPolicy()):
+        ours = decode(model, *case)
+    assert distance(ours, theirs) < BOUND
+    assert stats().routed == 0
+    assert stats().reasons["the plan split x2 failed"] == 1
+    (line,) = caplog.messages
+    assert line.startswith("plan split x2 is not used again: ")
+
+
+def test_where_a_graph_is_only_recorded_nothing_is_evaluated(deepseek: Any) -> None:
+    router = routing.Router(StubPolicy())
+    problem = routing.Problem(Span((64,)), 1, 16, mx.float32, DEEPSEEK)
+    step = routing.Step(problem, Decision(Plan("split", 2), "tuned", ""), "")
+    compiled = mx.compile(lambda x: router.attempt(step, lambda: x + 1))
+    assert compiled(mx.ones(3)).tolist() == [2, 2, 2]
+    assert (router.stats.routed, router.stats.reasons) == (1, {})
+    assert router._ran == set()  # the next call outside is the first
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
@@ -87,8 +116,6 @@ def test_it_is_not_used_after_another_install_either(
 
 
 def test_other_plans_go_on(deepseek: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_tuner.plan import Plan
-
     monkeypatch.setattr(routing, "mla_decode", breaking(after=0))
     with patch(StubPolicy()):
         decode(deepseek, 1, None, (1,))

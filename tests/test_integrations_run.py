@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from mla_tuner.errors import TunerError
 from mla_tuner.integrations import mlx_lm, switch
 from mla_tuner.integrations import run as run_module
 from mla_tuner.integrations.absorb import CLASSES as ABSORBABLE
+from mla_tuner.integrations.counts import read_misses
 from mla_tuner.integrations.mlx_lm import install, patch, stats
 from mla_tuner.plan import MLX, Plan
+from mla_tuner.shapes import bucket_of
 
 pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
 
@@ -62,6 +65,28 @@ def test_run_installs_and_passes_the_command_line_on(command: Command, dashes: l
 def test_run_may_absorb(command: Command) -> None:
     run("run", "--absorb", "mlx_lm.server")
     assert mlx_lm._absorbs
+
+
+def test_run_writes_what_was_missed(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However the command ends: a server is stopped by Ctrl-C."""
+    monkeypatch.setenv("MLA_TUNER_DB", str(tmp_path / "t.db"))
+    missed = bucket_of(4096, 1, 16, "bfloat16")
+
+    def main() -> None:
+        assert mlx_lm._router
+        mlx_lm._router.stats.misses[missed] += 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "main", main)
+    result = run("run", "--write-misses", "--", "mlx_lm.server", code=130)
+    (file,) = tmp_path.glob("misses-*.json")
+    assert result.stderr == f"misses: {file}\n"
+    assert read_misses(file) == [missed]
+    file.unlink()
+    run("run", "mlx_lm.server", code=130)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_exit_code_goes_through(command: Command) -> None:

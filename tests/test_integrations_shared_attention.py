@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-tuner[mlx-lm]")
 
-from latent_calls import SCALE, Call, OwnCache
+from latent_calls import SCALE, Call, OwnCache, rms
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from serving_steps import (
@@ -142,24 +142,25 @@ ROWS = [
 
 
 @pytest.mark.parametrize("masked", [None, -np.inf], ids=["lowest", "-inf"])
-@pytest.mark.parametrize("larger", [1, 30])
+@pytest.mark.parametrize("larger", [1, 10, 30, 300])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
-def test_answers_are_no_worse_than_those_of_stock(
+def test_answers_are_nearer_than_those_of_stock(
     dtype: mx.Dtype, larger: float, masked: float | None, forced: None
 ) -> None:
-    """In float32 with scores around 100 either may be nearer: a score's last bit is 4e-6 there."""
+    """By root mean square: of two roundings of one answer either may be the luckier."""
     calls = [
         Call(heads, dtype, batch=batch, q_len=q_len, masked=masked, larger=larger)
         for heads, batch, q_len in ROWS
     ]
-    theirs = [call.error(call.run()) for call in calls]
+    theirs = [call.errors(call.run()) for call in calls]
     with patch(Measured()):
-        ours = [call.error(call.run()) for call in calls]
+        ours = [call.errors(call.run()) for call in calls]
     assert stats().plans == {"split x2": len(ROWS)}
     assert stats().reasons == {}
-    assert max(ours) < MOST[dtype]
-    if dtype != mx.float32 or larger == 1:
-        assert all(a < b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert max(each.max() for each in ours) < MOST[dtype]
+    assert rms(ours) < rms(theirs)
+    if dtype != mx.float32:  # not even in one of the calls
+        assert all(a.max() <= b.max() for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("plan", [Plan("single"), Plan("single", tile="r16"), Plan("split", 4)])
@@ -190,11 +191,14 @@ def test_rope_keys_begin_where_a_gpu_can_read_them_at_once() -> None:
 def test_every_instruction_set(dtype: mx.Dtype) -> None:
     native: Any = import_module("mla_tuner._native")
     call = Call(20, dtype, batch=2, masked=-np.inf, larger=30)
+    theirs = call.errors(call.run())
     try:
         for isa in native.isas():
             native.set_isa(isa)
             with patch(Measured()):
-                assert call.error(call.run()) < MOST[dtype]
+                ours = call.errors(call.run())
+            assert ours.max() < MOST[dtype]
+            assert rms([ours]) < rms([theirs])
             assert stats().routed == 1
             ran = last_run()
             assert ran is not None

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-tuner[mlx-lm]")
 
-from serving_steps import BOUND, StubPolicy, distance
+from serving_steps import BOUND, StubPolicy, breaking_late, distance
 from tiny_models import HEADS
 from vllm_steps import (
     BLOCK,
@@ -31,7 +31,7 @@ from vllm_steps import (
 
 from mla_tuner import last_run
 from mla_tuner.integrations import vllm_routing
-from mla_tuner.integrations.vllm_metal import install, stats
+from mla_tuner.integrations.vllm_metal import install, stats, uninstall
 from mla_tuner.plan import MLX, Plan
 
 pytestmark = pytest.mark.usefixtures("kernel")
@@ -283,6 +283,25 @@ def test_an_attention_that_is_not_absorbed(engine: Any, layers: list[Any]) -> No
     assert stats().reasons == {"an attention that is not absorbed": 1}
 
 
+def test_one_that_raises_when_it_is_evaluated_costs_no_request_either(
+    engine: Any, layers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = Server(engine, layers).decode()
+    whole = vllm_routing.mla_decode
+
+    def late(*arguments: Any, plan: Any = None, **options: Any) -> Any:
+        if plan is None:
+            return breaking_late(*arguments, **options)
+        return whole(*arguments, plan=plan, **options)
+
+    install(StubPolicy())
+    monkeypatch.setattr(vllm_routing, "mla_decode", late)
+    ours = Server(engine, layers).decode()
+    assert distance(ours, theirs) < BOUND
+    assert stats().routed == 0
+    assert stats().reasons["the plan split x2 failed"] == 1
+
+
 def test_a_kernel_that_raises_costs_no_request(
     engine: Any,
     layers: list[Any],
@@ -306,9 +325,14 @@ def test_a_kernel_that_raises_costs_no_request(
     install(StubPolicy())  # another policy does not mend it
     Server(engine, layers).decode(1)
     assert asked == [None, MLX]
+    counts = stats()
+    uninstall()
+    install(StubPolicy())  # nor does it to begin anew
+    Server(engine, layers).decode(1)
+    assert asked == [None, MLX]
     assert caplog.messages == ["plan split x2 is not used again: no memory"]
-    assert stats().routed == 0
-    assert stats().reasons == {
+    assert counts.routed == 0
+    assert counts.reasons == {
         "the plan split x2 failed": 1,
         "the plan split x2 failed before": 4 * LAYERS - 1,
     }

@@ -10,6 +10,7 @@ import pytest
 from fakes import make_device
 
 from mla_tuner import live
+from mla_tuner.device import GB
 from mla_tuner.errors import DeviceError
 from mla_tuner.evidence import Measurement
 from mla_tuner.live import IsolatedRunners, LiveRunner, LiveRunners, LostError
@@ -23,6 +24,12 @@ SINGLE = Plan("single", 1, "r16")
 PATHS = [MLX, Plan("mlx_rows"), Plan("single"), Plan("split", 2)]
 
 
+@pytest.fixture(autouse=True)
+def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the memory of `make_device` is free, whatever this machine has."""
+    monkeypatch.setattr(live, "free_bytes", lambda device: device.memory_gb * GB)
+
+
 def test_a_ring_covers_the_cache_three_times_within_a_quarter_of_memory() -> None:
     runners = LiveRunners(make_device())
     pool = runners.pool_for(SHAPE)
@@ -30,8 +37,20 @@ def test_a_ring_covers_the_cache_three_times_within_a_quarter_of_memory() -> Non
     assert (ring + 1) * SHAPE.cache_bytes >= 3 * (32 << 20)
     assert runners.pool_for(Shape(1024, 2, 128)) is pool
     assert runners.pool_for(Shape(1024, 2, 128, "float16")) is not pool
-    with pytest.raises(MemoryError, match=r"a quarter of memory is 6\.0"):
+    with pytest.raises(MemoryError, match=r"9\.0 GiB; no more than 6\.0 may be taken, a quarter"):
         runners.pool_for(Shape(1 << 20, 8, 16))
+
+
+def test_a_ring_is_no_larger_than_half_of_what_others_leave_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU that a server has filled."""
+    monkeypatch.setattr(live, "free_bytes", lambda device: 80 << 20)
+    runners = LiveRunners(make_device())  # of which 96 MB would make it cold
+    shape = Shape(4096, 1, 16, "float16")
+    assert (runners.pool_for(shape).ring(shape) + 1) * shape.cache_bytes < 50 << 20
+    with pytest.raises(MemoryError, match="half of what was free"):
+        runners.pool_for(Shape(1 << 16, 1, 16))
 
 
 def test_a_ring_is_no_longer_than_the_first_case_takes_to_be_cold() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -243,7 +244,9 @@ def test_a_recording_visits_all_shapes_in_turn_and_goes_on_where_it_was_cut(
         monkeypatch.setattr(record, name, stand_in)
     shapes, out = (SHAPE, replace(SHAPE, context=8192)), tmp_path / "r.json"
     monkeypatch.setattr(record, "ROUNDS", 7)
+    monkeypatch.setattr("sys.argv", ["tools.replay", "record", "--out", str(out)])
     record.record(out, shapes, budget_s=1e6, tell=print)
+    assert load(out).command == "python -m tools.replay record --out r.json"
     assert visits == [*shapes]
     monkeypatch.setattr(record, "ROUNDS", 12)
     record.record(out, shapes, budget_s=1e6, tell=print)
@@ -257,6 +260,7 @@ def test_the_shipped_recordings_hold_tuned_and_held_out_shapes() -> None:
         assert recording.kernel
         assert recording.software["mlx"]
         assert recording.command
+        assert not re.search(r"(^|[ =])/", recording.command)  # nobody's folders
         grid = {shape for shape in recording.sweeps if regret.on_grid(shape)}
         assert 0 < len(grid) < len(recording.sweeps)
 

@@ -24,7 +24,7 @@ from share_tables import (
     table,
 )
 
-from mla_tuner import family, share
+from mla_tuner import backends, family, share
 from mla_tuner.device import Device
 from mla_tuner.errors import ShareError
 from mla_tuner.plan import MLX
@@ -341,6 +341,14 @@ def test_the_schema_beside_the_tables_is_that_of_the_model() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_table_of_the_repository_can_be_relied_on(path: Path) -> None:
     assert share.check(path) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_table_of_the_repository_is_of_the_kernels_as_they_are(path: Path) -> None:
+    """Else serving passes over all of it: it has to be measured again."""
+    for device in share.read(path).devices:
+        if device.backend != "cpu":  # whose kernels are texts, the same on every machine
+            assert device.kernel == backends.get(device.backend).digest()
 
 
 def test_the_readme_names_every_field() -> None:

@@ -23,6 +23,7 @@ from tiny_models import tiny_model
 from mla_tuner.integrations import vllm_metal
 from mla_tuner.integrations.counts import Stats
 from mla_tuner.integrations.mla_classes import fingerprint
+from mla_tuner.integrations.routing import FAILED
 
 MODULE, CLASS = "vllm_metal.attention.impls.mla", "MLAPagedAttentionWrapper"
 LAYERS, BLOCK, WIDTH, HIDDEN = 2, 16, 576, 32
@@ -72,6 +73,7 @@ def engine_as_it_is(engine: Any) -> Iterator[None]:
     vllm_metal.uninstall()
     vllm_metal._bindings._held.clear()
     vllm_metal._last = Stats()
+    FAILED.clear()
 
 
 def mla_layers(dtype: mx.Dtype = mx.float32) -> list[Any]:

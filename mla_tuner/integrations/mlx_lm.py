@@ -19,11 +19,11 @@ from .absorb import absorb
 from .bindings import Bindings
 from .counts import Stats
 from .mla_classes import CLASSES, UNKNOWN_SOURCE, MlaClass, class_of, fingerprint
+from .routing import FAILED
 from .shared_attention import ROUTED, FunctionRouter, decided
 from .spans import CACHES, masks_as_known, seen_mask
 
 if TYPE_CHECKING:
-    from ..plan import Plan
     from ..policy import Policy
 
 __all__ = ["absorb", "install", "patch", "stats", "uninstall"]
@@ -34,7 +34,6 @@ _last = Stats()
 _absorbs = False  # whether models are to be absorbed at their first token
 _stays = False  # whether `install` was called, and not only `patch`
 _blocks: list[patch] = []  # that have not ended
-_failed: set[Plan] = set()  # plans that raised in this process
 _bindings = Bindings()
 
 
@@ -123,13 +122,13 @@ def _uninstall() -> None:
     _blocks.clear()
     if _router is not None:
         _last, _router, _absorbs = _router.stats, None, False
-        _bindings.release()
-        shared.release()
+    _bindings.release()  # again, too: whoever had wrapped ours may have given it back since
+    shared.release()
 
 
 def _installed(policy: Policy | None, wanted: str) -> FunctionRouter:
     """A router with everything bound that calls it."""
-    router = FunctionRouter(policy, wanted == "force", _failed)
+    router = FunctionRouter(policy, wanted == "force", FAILED)
     if router.force:
         log.warning("MLA_TUNER=force: our kernels run wherever they can, faster or not")
     if wanted == "log":
@@ -168,7 +167,7 @@ def _name(kind: MlaClass) -> str:
 
 
 def _renewed(old: FunctionRouter, policy: Policy) -> FunctionRouter:
-    router = FunctionRouter(policy, old.force, _failed)
+    router = FunctionRouter(policy, old.force, FAILED)
     router.stats = old.stats
     return router
 

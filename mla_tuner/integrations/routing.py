@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ..policy import Policy
 
 log = logging.getLogger("mla_tuner")
+_TRACING = "function transformations"  # in MLX's words, where a graph is only recorded
+FAILED: set[Plan] = set()  # plans that raised in this process, whoever ran them
 _DTYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
 
 
@@ -57,7 +59,7 @@ class Router:
     """Routes calls by `policy`, or by the policy of this process, which is loaded when needed.
 
     force: by our kernels wherever they can run, see `switch.Forced`. failed: plans that are not
-    used, to which those are added that raise; shared by the routers of a process.
+    used, to which those are added that raise; by default those of this router alone.
     """
 
     layout = "dense"  # of the engine's caches
@@ -74,6 +76,7 @@ class Router:
         self.seen: SeenMask | None = None
         self._step: Step | None = None
         self._failed = set() if failed is None else failed
+        self._ran: set[tuple[object, ...]] = set()  # plans and kinds of calls that gave an answer
 
     def step(self, kind: MlaClass, module: Any, x: mx.array, mask: Any, cache: Any) -> Step | None:
         """How a call is to run; None, and a count, where the engine's own code is to. Never raises.
@@ -96,10 +99,17 @@ class Router:
         return None
 
     def attempt(self, step: Step, run: Callable[[], mx.array]) -> mx.array | None:
-        """The answer of `run`, which follows the step's plan; None, and a count, if it raises."""
+        """The answer of `run`, which follows the step's plan; None, and a count, if it raises.
+
+        MLX is lazy: a kernel that does not compile raises where an answer is asked for. So the
+        first answer of a plan to a kind of call is asked for here, where stock can still be run.
+        """
         plan = step.decision.plan
         try:
             out = run()
+            kind = plan, *step.problem[1:]
+            if kind not in self._ran and _evaluated(out):
+                self._ran.add(kind)
         except Exception as error:  # no request is lost for a plan
             self._failed.add(plan)
             self.forget()
@@ -214,6 +224,17 @@ class Router:
             self.stats.count_stock("a cache that holds other tokens or another dtype")
             return None
         return self.attempt(step, lambda: decode(step, q, q_pe, latent, k_pe, scale))
+
+
+def _evaluated(out: mx.array) -> bool:
+    """Evaluates it; False where a graph is only recorded, as by `mx.compile`."""
+    try:
+        mx.eval(out)
+    except (RuntimeError, ValueError) as error:
+        if _TRACING in str(error):
+            return False
+        raise
+    return True
 
 
 def decode(

@@ -13,10 +13,11 @@ from ..modes import mode
 from . import mlx_lm
 
 
-def run(arguments: Sequence[str], *, absorb: bool = False) -> None:
+def run(arguments: Sequence[str], *, absorb: bool = False, write_misses: bool = False) -> None:
     """Install, then run the module's `main` with these arguments as the command line.
 
-    absorb: as `mlx_lm.install` takes it.
+    absorb: as `mlx_lm.install` takes it. write_misses: when the command has ended, in whatever way
+    Python is told of, and which file that was.
 
     Raises:
         TunerError: there is no such module, or it is no command, or MLA_TUNER is none of its
@@ -42,3 +43,6 @@ def run(arguments: Sequence[str], *, absorb: bool = False) -> None:
         raise SystemExit(128 + signal.SIGINT) from None
     finally:
         sys.argv = before
+        file = mlx_lm.stats().write_misses() if write_misses else None
+        if file:
+            print(f"misses: {file}", file=sys.stderr)

@@ -193,6 +193,9 @@ def rope_keys(scores: mx.array, rope_dim: int) -> mx.array:
     """
     batch, calls, rows, tokens = scores.shape
     scores = mx.maximum(scores, max(_LOWEST, mx.finfo(scores.dtype).min))
+    if scores.dtype == mx.float32:  # exact where it matters: near a row's largest, as near zero
+        most = scores.max(-1, keepdims=True)
+        scores = scores - mx.where(most > _LOWEST, most, 0)
     columns = mx.expand_dims(mx.contiguous(scores.swapaxes(2, 3)), 3)
     step = 8 // gcd(8, rows)
     copies = -(-rope_dim // (rows * step)) * step

@@ -74,10 +74,9 @@ def uninstall() -> None:
     """Give vllm-metal its methods back. What others have wrapped since stays, and passes on."""
     global _router, _last
     with _lock:
-        if _router is None:
-            return
-        _last, _router = _router.stats, None
-        _bindings.release()
+        if _router is not None:
+            _last, _router = _router.stats, None
+        _bindings.release()  # again, too: whoever had wrapped ours may have given it back since
 
 
 def stats() -> Stats:

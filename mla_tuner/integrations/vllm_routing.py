@@ -12,7 +12,7 @@ from ..ops import mla_decode
 from ..plan import MLX
 from ..shapes import MAX_BATCH, MAX_CONTEXT, Geometry
 from .counts import Stats
-from .routing import Problem, Router, Step
+from .routing import FAILED, Problem, Router, Step
 from .spans import UNKNOWN, Span
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ class PagedRouter(Router):
     layout = "paged"
 
     def __init__(self, policy: Policy | None = None, force: bool = False) -> None:
-        super().__init__(policy, force)
+        super().__init__(policy, force, FAILED)
         self.stats = Stats(engine="vllm-metal")
 
     def renewed(self, policy: Policy) -> PagedRouter:
-        """With another policy; what was counted and what failed stays known."""
+        """With another policy; what was counted stays known."""
         router = PagedRouter(policy, self.force)
-        router.stats, router._failed = self.stats, self._failed
+        router.stats = self.stats
         return router
 
     def admits(self, wrapper: Any, inner: Any, cache: Any, context: Any) -> bool:

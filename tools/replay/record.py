@@ -178,6 +178,10 @@ def _estimate_s(first_us: dict[Plan, float], queued: bool) -> float:
     return sum(rounds[plan] * max(us * 1e-6, least_s) for plan, us in first_us.items())
 
 
+def _command() -> str:
+    return shlex.join(["python", "-m", "tools.replay", *sys.argv[1:]])
+
+
 def _resumed(out: Path, device: devices.Device) -> Recording:
     kernel = backends.get(device.backend).digest()
     software = {name: str(version) for name, version in devices.software().items()}
@@ -188,7 +192,7 @@ def _resumed(out: Path, device: devices.Device) -> Recording:
             software=software,
             system=devices.system_version(),
             date=datetime.now(timezone.utc).date().isoformat(),
-            command=shlex.join(["python", "-m", "tools.replay", *sys.argv[1:]]),
+            command=_command().replace(str(out), out.name),  # recordings are shared: no folders
             measured=f"all candidates in {ROUNDS} shuffled rounds ({MIN_ROUNDS} at least), "
             f"{A_TURN} of each shape in turn, cold caches; those {HOPELESS:g}x behind in the first "
             f"{HOPELESS_ROUNDS} rounds",
