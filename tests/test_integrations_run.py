@@ -86,6 +86,9 @@ def test_run_writes_what_was_missed(
     assert read_misses(file) == [missed]
     file.unlink()
     run("run", "mlx_lm.server", code=130)
+    mlx_lm.uninstall()
+    monkeypatch.setattr(command, "main", lambda: None)
+    assert run("run", "--write-misses", "mlx_lm.server").stderr == "misses: none\n"
     assert not [*tmp_path.iterdir()]
 
 

@@ -107,9 +107,8 @@ class Router:
         plan = step.decision.plan
         try:
             out = run()
-            kind = plan, *step.problem[1:]
-            if kind not in self._ran and _evaluated(out):
-                self._ran.add(kind)
+            if not step.plan:
+                self._try_out(plan, step.problem, out)
         except Exception as error:  # no request is lost for a plan
             self._failed.add(plan)
             self.forget()
@@ -122,6 +121,12 @@ class Router:
             step.plan = str(ran.plan if ran else plan)
         self.stats.count_routed(step.plan)
         return out
+
+    def _try_out(self, plan: Plan, problem: Problem, out: mx.array) -> None:
+        """Evaluates the plan's first answer to such a call; raises what that raises."""
+        kind = plan, *problem[1:]
+        if kind not in self._ran and _evaluated(out):
+            self._ran.add(kind)
 
     def forget(self) -> None:
         """What was decided: it may be by the plan that failed."""

@@ -17,7 +17,7 @@ def run(arguments: Sequence[str], *, absorb: bool = False, write_misses: bool = 
     """Install, then run the module's `main` with these arguments as the command line.
 
     absorb: as `mlx_lm.install` takes it. write_misses: when the command has ended, in whatever way
-    Python is told of, and which file that was.
+    Python is told of; stderr names the file.
 
     Raises:
         TunerError: there is no such module, or it is no command, or MLA_TUNER is none of its
@@ -43,6 +43,12 @@ def run(arguments: Sequence[str], *, absorb: bool = False, write_misses: bool = 
         raise SystemExit(128 + signal.SIGINT) from None
     finally:
         sys.argv = before
-        file = mlx_lm.stats().write_misses() if write_misses else None
-        if file:
-            print(f"misses: {file}", file=sys.stderr)
+        if write_misses:
+            _write_misses()
+
+
+def _write_misses() -> None:
+    stats = mlx_lm.stats()
+    file = stats.write_misses() if stats.misses else "none"
+    if file:  # else a log line has said why not
+        print(f"misses: {file}", file=sys.stderr)
