@@ -25,7 +25,7 @@ $(VENV)/installed: $(SOURCES)
 	@touch $@
 
 tune: setup
-	$(BIN)/mla-tune --device auto --budget 270s $(ARGS)
+	$(BIN)/mla-tune --device auto --budget 240s $(ARGS)
 
 test: lint types unit
 
