@@ -127,12 +127,14 @@ def probe(choice: str = "auto", system: System = SYSTEM) -> Device:
 
 def free_bytes(device: Device, system: System = SYSTEM) -> int:
     """Memory that nobody uses right now; all of it where the system doesn't tell."""
+    whole = device.memory_gb * GB
     if device.backend == "cuda":
         free = _gpu()[1].get("free_memory")
-        return free if isinstance(free, int) else device.memory_gb * GB
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", system.read("proc/meminfo"), re.MULTILINE)
-    whole = device.memory_gb * GB
-    return min(whole, int(match[1]) * 1024) if match and device.backend == "cpu" else whole
+        return free if isinstance(free, int) else whole
+    if device.backend == "cpu":
+        match = re.search(r"^MemAvailable:\s*(\d+) kB", system.read("proc/meminfo"), re.MULTILINE)
+        return min(whole, int(match[1]) * 1024) if match else whole
+    return whole
 
 
 def use(device: Device) -> None:

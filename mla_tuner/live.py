@@ -91,18 +91,13 @@ class LiveRunners:
         whole, free = self.device.memory_gb * GB, free_bytes(self.device)
         return int(min(MEMORY_SHARE * whole, FREE_SHARE * free))
 
-    def within(self, what: str, nbytes: int) -> int:
-        """`most_bytes`, of which so many are asked for.
-
-        Raises:
-            MemoryError: they are more.
-        """
+    def refuse_beyond(self, what: str, nbytes: int) -> None:
+        """Raises MemoryError where that is more than `most_bytes`."""
         if nbytes > self.most_bytes:
             raise MemoryError(
                 f"{what} takes {nbytes / GB:.1f} GiB; no more than {self.most_bytes / GB:.1f} may "
                 "be taken, a quarter of memory and half of what was free"
             )
-        return self.most_bytes
 
     def pool_for(self, shape: Shape) -> cases.Pool:
         """A pool of at least three last-level caches and one case, within `most_bytes`.
@@ -112,8 +107,8 @@ class LiveRunners:
         """
         block_bytes = shape.batch * 64 * shape.geometry.width * 4  # each sequence's last block
         one = shape.cache_bytes + block_bytes
-        limit = self.within("the cache", one)
-        wanted = max(one, min(COLD_CACHES * self.device.cache_bytes, limit))
+        self.refuse_beyond("the cache", one)
+        wanted = max(one, min(COLD_CACHES * self.device.cache_bytes, self.most_bytes))
         pool = self._pool
         if pool is None or not _serves(pool, shape.dtype, shape.geometry, wanted):
             self._drop_pool()

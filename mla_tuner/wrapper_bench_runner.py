@@ -77,9 +77,9 @@ class ModuleRunners(LiveRunners):
         Raises:
             MemoryError: one alone is larger than `most_bytes`.
         """
-        limit = self.within("a layer", nbytes)
+        self.refuse_beyond("a layer", nbytes)
         cold = ceil(COLD_CACHES * self.device.cache_bytes / nbytes) + 1
-        return max(1, min(cold, MAX_INNER, limit // nbytes))
+        return max(1, min(cold, MAX_INNER, self.most_bytes // nbytes))
 
 
 class ModuleRunner(LiveRunner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ from mla_tuner.plan import MLX
 from mla_tuner.store import Store
 
 mx.set_default_device(mx.cpu)  # also where MLX would take a GPU: a test of another device says so
+
+
+native: Any = import_module("mla_tuner._native") if backends.get("cpu").available()[0] else None
+
+
+@pytest.fixture(params=native.isas() if native else ["none"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that the CPU kernel has here, in use."""
+    native.set_isa(request.param)
+    yield request.param
+    native.set_isa("")
 
 
 @pytest.fixture(autouse=True)

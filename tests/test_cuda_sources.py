@@ -74,17 +74,12 @@ def compiler() -> Nvrtc:
 def compiled(compiler: Nvrtc) -> dict[tuple[str, str], tuple[Kernel, Compiled | str]]:
     """What became of each text, by architecture and name: code, or the compiler's words."""
     work: dict[tuple[str, str], Kernel] = {}
-    for name, shape in (*usual(), *others()):
-        decode, merge = kernels(name, shape, Plan("split", 2, name))
-        for target in architectures(name):
-            work[target, decode.name] = decode
-            work[target, merge.name] = merge
+    calls = [(name, shape, Plan("split", 2, name), False) for name, shape in (*usual(), *others())]
     for name, shape in others():  # with the log-sum-exp as a second output
-        (whole,) = kernels(name, shape, Plan("single", 1, name), True)
-        _, merge = kernels(name, shape, Plan("split", 2, name), True)
-        for target in architectures(name):
-            work[target, whole.name] = whole
-            work[target, merge.name] = merge
+        calls += [(name, shape, Plan(*plan, name), True) for plan in (("single", 1), ("split", 2))]
+    for name, *call in calls:
+        for kernel, target in product(kernels(name, *call), architectures(name)):
+            work[target, kernel.name] = kernel
 
     def compile_one(item: tuple[tuple[str, str], Kernel]) -> Compiled | str:
         (target, name), kernel = item

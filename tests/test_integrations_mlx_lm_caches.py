@@ -147,19 +147,29 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("kind", SAVED)
-def test_a_prompt_cache_from_a_file_goes_on(kind: str, deepseek: Any, tmp_path: Path) -> None:
-    batch, convert = SAVED[kind]
-    file = str(tmp_path / "cache.safetensors")
-    cache = [convert(each) if convert else each for each in make_prompt_cache(deepseek)]
-    assert type(cache[0]).__name__ == kind
-    deepseek(tokens(batch, PROMPT), cache=cache)
+def from_a_file(
+    model: Any, cache: list[Any], batch: int, q_lens: tuple[int, ...], folder: Path
+) -> Callable[[], list[mx.array]]:
+    """The logits of steps that go on where a prompt was saved."""
+    file = str(folder / "cache.safetensors")
+    model(tokens(batch, PROMPT), cache=cache)
     save_prompt_cache(file, cache)
 
     def steps() -> list[mx.array]:
         loaded = load_prompt_cache(file)
-        return [deepseek(tokens(batch, q_len, seed=q_len), cache=loaded) for q_len in (1, 3, 1)]
+        return [
+            model(tokens(batch, q_len, seed=at), cache=loaded) for at, q_len in enumerate(q_lens)
+        ]
 
+    return steps
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_prompt_cache_from_a_file_goes_on(kind: str, deepseek: Any, tmp_path: Path) -> None:
+    batch, convert = SAVED[kind]
+    cache = [convert(each) if convert else each for each in make_prompt_cache(deepseek)]
+    assert type(cache[0]).__name__ == kind
+    steps = from_a_file(deepseek, cache, batch, (1, 3, 1), tmp_path)
     theirs = steps()
     with patch(StubPolicy()):
         ours = steps()
@@ -169,15 +179,8 @@ def test_a_prompt_cache_from_a_file_goes_on(kind: str, deepseek: Any, tmp_path: 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_goes_on_from_a_file(name: str, tmp_path: Path) -> None:
-    model, file = tiny_model(name), str(tmp_path / "cache.safetensors")
-    cache = make_prompt_cache(model)
-    model(tokens(1, PROMPT), cache=cache)
-    save_prompt_cache(file, cache)
-
-    def steps() -> list[mx.array]:
-        loaded = load_prompt_cache(file)
-        return [model(tokens(1, 1, seed=seed), cache=loaded) for seed in range(3)]
-
+    model = tiny_model(name)
+    steps = from_a_file(model, make_prompt_cache(model), 1, (1, 1, 1), tmp_path)
     theirs = steps()
     with patch(StubPolicy()):
         ours = steps()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -18,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from serving_steps import KINDS, StubPolicy, attentions
 from tiny_models import tiny_model
 
-from mla_tuner import backends, last_run, mla_decode
+from mla_tuner import last_run, mla_decode
 from mla_tuner.caches import DenseCache
 from mla_tuner.cases import TOLERANCE
 from mla_tuner.integrations import routing
@@ -27,7 +25,6 @@ from mla_tuner.integrations.mlx_lm import patch, stats
 from mla_tuner.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("kernel", "stock_mlx_lm")
-native: Any = import_module("mla_tuner._native") if backends.get("cpu").available()[0] else None
 
 PROMPT = 300
 SINGLE = Plan("single")
@@ -77,13 +74,6 @@ def test_the_answer_is_no_worse_than_that_of_mlx(
     mine, theirs = (errors(each, *given).max() for each in (out, plain(*given, mask)))
     assert mine < TOLERANCE[shown(dtype)]
     assert mine <= theirs
-
-
-@pytest.fixture(params=native.isas() if native else ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa("")
 
 
 @pytest.mark.parametrize("larger", [1, 4, 16])

@@ -30,13 +30,6 @@ GEOMETRIES = [(512, 64), (512, 0), (256, 64), (256, 32)]
 tickets = count(1)
 
 
-@pytest.fixture(params=native.isas() if native else ["none"])
-def isa(request):
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa("")
-
-
 @pytest.fixture
 def threads():
     before = native.threads()
