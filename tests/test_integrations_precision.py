@@ -12,15 +12,15 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mla-tuner[mlx-lm]")
 
 from latent_calls import rms, wide
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 from serving_steps import KINDS, StubPolicy, attentions
 from tiny_models import tiny_model
 
 from mla_tuner import last_run, mla_decode
 from mla_tuner.caches import DenseCache
 from mla_tuner.cases import TOLERANCE
-from mla_tuner.integrations import routing
-from mla_tuner.integrations.mla_classes import plain
+from mla_tuner.integrations import absorb, routing
+from mla_tuner.integrations.mla_classes import MlaClass, plain
 from mla_tuner.integrations.mlx_lm import patch, stats
 from mla_tuner.plan import Plan
 
@@ -102,3 +102,33 @@ def test_errors_are_smaller_than_those_of_mlx(
         theirs.append(errors(plain(*given, "causal"), *given))
         assert last_run().plan == plan
     assert rms(mine) < rms(theirs)
+
+
+def answer(kind: MlaClass, module: Any, x: mx.array, q_len: int) -> np.ndarray:
+    """A module's answer to the last `q_len` of the tokens."""
+    cache = CacheList(KVCache(), KVCache()) if kind.indexed else KVCache()
+    for part in mx.split(x, [x.shape[1] - q_len], axis=1):
+        seen = cache[0] if kind.indexed else cache
+        mask = seen.make_mask(part.shape[1], return_array=True, window_size=None)
+        scale = [mx.full((1, 1, part.shape[1], 1), 1.25, x.dtype)] * kind.query_scale
+        out = module(part, *scale, mask, cache)
+    return np.array(out).astype(np.float64)
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("kind", [*KINDS.values(), *absorb.CLASSES], ids=lambda kind: kind.module)
+def test_a_module_answers_no_worse_than_stock_in_float32(kind: MlaClass, q_len: int) -> None:
+    """From hidden states to hidden states, by root mean square over some sequences."""
+    module = attentions(tiny_model(kind.module), kind)[0]
+    x = mx.random.normal((8, 100 + q_len, 32), key=mx.random.key(3))
+    theirs = answer(kind, module, x, q_len)
+    with mx.stream(mx.cpu):
+        module.set_dtype(mx.float64)
+        truth = answer(kind, module, x.astype(mx.float64), q_len)
+    module.set_dtype(mx.float32)
+    with patch(StubPolicy(), absorb=True):
+        mine = answer(kind, module, x, q_len)
+    assert stats().plans == {"split x2": 1}
+    length = np.linalg.norm(truth, axis=-1)
+    off = [np.linalg.norm(each - truth, axis=-1) / length for each in (mine, theirs)]
+    assert rms([off[0]]) < rms([off[1]]) < TOLERANCE["float32"]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..policy import Policy
 
 log = logging.getLogger("mla_tuner")
+_SECTIONS = 8
 _TRACING = "function transformations"  # in MLX's words, where a graph is only recorded
 FAILED: set[Plan] = set()  # plans that raised in this process, whoever ran them
 _DTYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
@@ -149,7 +150,7 @@ class Router:
             out = self._routed(step, q, q_pe, latent, k_pe, scale)
             if out is None:
                 out = plain(q, q_pe, latent, k_pe, scale, mask)
-            return module.unembed_out(out)
+            return _unembedded(module.unembed_out, out)
 
         return forward(kind, module, x, query_scale, cache, attend)
 
@@ -229,6 +230,19 @@ class Router:
             self.stats.count_stock("a cache that holds other tokens or another dtype")
             return None
         return self.attempt(step, lambda: decode(step, q, q_pe, latent, k_pe, scale))
+
+
+def _unembedded(projection: Any, out: mx.array) -> mx.array:
+    """What the module's own projection makes of `[batch, heads, q_len, kv_lora_rank]`.
+
+    In float32 a sum over sections of the rank: one chain of additions over the whole of it, as a
+    CPU's product is, would err by more than stock, which for several tokens expands the latents
+    first and takes the average over tokens after it.
+    """
+    if out.dtype != mx.float32 or [*projection] != ["weight"]:  # quantised, or not the known one
+        return cast(mx.array, projection(out))
+    sections = (mx.split(each, _SECTIONS, axis=-1) for each in (out, projection.weight))
+    return cast(mx.array, sum(o @ w.swapaxes(-1, -2) for o, w in zip(*sections, strict=True)))
 
 
 def _evaluated(out: mx.array) -> bool:
