@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mla_tuner import backends
 from mla_tuner.device import probe
 from mla_tuner.store import Store
 from mla_tuner.tuner import default_buckets, tune
@@ -21,7 +22,7 @@ from mla_tuner import ops, policy
 from mla_tuner.caches import PagedCache
 
 context, heads = 1024, 4
-mx.set_default_device(mx.cpu)
+mx.set_default_device(mx.cpu if sys.argv[1] == "cpu" else mx.gpu)
 table = policy.current()
 decision = table.decide(context, 1, heads, "bfloat16")
 blocks = mx.random.normal((context // 32, 32, 576)).astype(mx.bfloat16)
@@ -39,12 +40,17 @@ print(json.dumps({
 """
 
 
-@pytest.mark.usefixtures("kernel")
+GPUS = [name for name in ("metal", "cuda") if backends.get(name).available()[0]]
+
+
+@pytest.mark.parametrize("name", ["cpu", *GPUS])
 def test_a_new_process_runs_the_plan_that_was_tuned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if name == "cpu":
+        request.getfixturevalue("kernel")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
-    device = probe("cpu")
+    device = probe(name)
     wanted = default_buckets([1024], [1], [2, 4], ["bfloat16"])
     with Store(tmp_path / "t.db") as store:
         summary = tune(store, device, wanted, budget_s=60.0, force=True)
@@ -59,7 +65,7 @@ def test_a_new_process_runs_the_plan_that_was_tuned(
             label = row["path"] + (f" x{row['partitions']}" if row["path"] == "split" else "")
             assert row["executed"] == f"{label} {row['tile']}".strip()
     done = subprocess.run(
-        [sys.executable, "-c", SERVE],
+        [sys.executable, "-c", SERVE, name],
         env={"MLA_TUNER_DB": str(tmp_path / "t.db"), "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
