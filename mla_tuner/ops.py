@@ -112,10 +112,10 @@ def mla_decode(
         _expected("scale as a number that float32 holds", scale)
     decision = None
     if plan is None:
-        decision = _decide(checked, policy, backend)
+        decision = _decide(checked, policy, backend, return_lse)
         plan = decision.plan
     else:
-        _check_plan(plan, checked.shape, backend)
+        _check_plan(plan, checked.shape, backend, return_lse)
     ticket = next_ticket()
     if not checked.shape.geometry[1]:
         q_pe = None
@@ -163,15 +163,15 @@ def _gpu_backend() -> Backend:
     return backends.get("metal" if mx.metal.is_available() else "cuda")
 
 
-def _check_plan(plan: Plan, shape: Shape, backend: Backend) -> None:
+def _check_plan(plan: Plan, shape: Shape, backend: Backend, want_lse: bool) -> None:
     if not isinstance(plan, Plan):
         _expected("plan as a Plan", type(plan).__name__)
-    refusal = backend.refusal(plan, shape)
+    refusal = backend.refusal(plan, shape, want_lse)
     if refusal is not None:
         _expected("a plan that can run here", f"{plan}: {refusal}")
 
 
-def _decide(checked: _Checked, policy: Policy | None, backend: Backend) -> Decision:
+def _decide(checked: _Checked, policy: Policy | None, backend: Backend, want_lse: bool) -> Decision:
     shape = checked.shape
     if policy is None:
         policy = _policies().current()
@@ -186,7 +186,7 @@ def _decide(checked: _Checked, policy: Policy | None, backend: Backend) -> Decis
         shape.geometry,
         shape.layout,
     )
-    refusal = backend.refusal(decision.plan, shape)
+    refusal = backend.refusal(decision.plan, shape, want_lse)
     return decision if refusal is None else _fallen_back(decision, refusal)
 
 

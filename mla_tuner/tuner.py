@@ -12,6 +12,7 @@ from . import backends, recheck
 from . import device as devices
 from .candidates import candidates
 from .conditions import clock, settle
+from .costs import Costs
 from .device import Device
 from .errors import BudgetError, DeviceError
 from .evidence import FAILED, Measurement, baseline, finalist
@@ -26,10 +27,8 @@ from .table import Row
 
 PLAYERS = 5  # the best of all groups, which meet in one race more
 SEARCH_SHARE = 0.6  # of the time left may go to the search; the final duel needs the rest
-TRIAL_CONTEXT = 1024  # tokens of the trial that tells how fast `mlx` is before anything is tuned
 SIGN_OF_LIFE = Shape(64, 1, 1, "float32")  # what any device can run, if anything
 DISTURBED = 1.5  # times of the search and the duel apart: something else was in the samples
-CALLS = 10  # calls of `mlx` that a bucket costs: a check, two search rounds, six of the duel, slack
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ class _Run:
         self.software = devices.software()
         self.versions = Versions.of(self.backend.digest(), self.software)
         self.summary = Summary()
-        self.costs = _Costs(runners)
+        self.costs = Costs(runners)
 
     def tune(
         self,
@@ -276,7 +275,8 @@ class _Run:
             search_started = self.runners.now()
             row, failure = self._tuned(run, bucket, deadline)
             if row:
-                self.costs.add(bucket.shape, self.runners.now() - search_started)
+                seconds = self.runners.now() - search_started
+                self.costs.add(bucket.shape, seconds, 1e-6 * row.median_us * row.speedup)
         if row:
             self.summary.tuned.append(row)
             tuned = BucketTuned(bucket, row, self.runners.now() - started)
@@ -459,40 +459,3 @@ def _first(measured: Sequence[Measurement], default: Plan) -> list[Plan]:
     """The plans with the best ratio to the baseline in their last race."""
     ratios = {m.plan: m.ratio for m in measured if m.ratio is not None and m.plan != default}
     return sorted(ratios, key=ratios.__getitem__, reverse=True)[:PLAYERS]
-
-
-class _Costs:
-    """What a bucket will take, from those that are done: time grows with the operations."""
-
-    def __init__(self, runners: Runners) -> None:
-        self.runners = runners
-        self.known: list[tuple[Shape, float]] = []
-        self._first: tuple[Shape, float] | None = None
-
-    def add(self, shape: Shape, seconds: float) -> None:
-        self.known.append((shape, seconds))
-
-    def estimate(self, shape: Shape) -> float:
-        """Seconds, scaled from the nearest known bucket; of the same dtype where there is one."""
-        if not self.known and self._first is None:
-            self._first = self._trial(shape)
-        known = self.known or [self._first] if self._first else self.known
-
-        def distance(one: tuple[Shape, float]) -> tuple[bool, float]:
-            return one[0].dtype != shape.dtype, abs(math.log(shape.flop / one[0].flop))
-
-        near, seconds = min(known, key=distance)
-        return seconds * shape.flop / near.flop
-
-    def _trial(self, shape: Shape) -> tuple[Shape, float]:
-        """Before anything is known: `mlx` on a short context of a single sequence."""
-        small = Shape(
-            *(min(shape.context, TRIAL_CONTEXT), 1, shape.heads, shape.dtype),
-            *(shape.geometry, shape.q_len, shape.layout),
-        )
-        try:
-            runner = self.runners(small, 0)
-            runner.sample(MLX, 1)  # warm-up
-            return small, CALLS * runner.sample(MLX, 1)[0]
-        except Exception:  # it will fail again, and be recorded, when its bucket is measured
-            return small, 0.0

@@ -39,7 +39,7 @@ class FakeBackend:
     def tiles(self, shape: Shape) -> tuple[str, ...]:
         return () if self.reason else ("r16", "r32")
 
-    def refusal(self, plan: Plan, shape: Shape) -> str | None:
+    def refusal(self, plan: Plan, shape: Shape, want_lse: bool = False) -> str | None:
         if plan.native and (self.reason or plan in self.refused):
             return self.reason or f"{plan} is refused"
         return "no fused attention" if plan.path == "mlx_fused" else None

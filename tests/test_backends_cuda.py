@@ -13,7 +13,7 @@ import pytest
 from launches import Launch, nans, raising, zeros
 
 from mla_tuner import device, mla_decode, ops, verify
-from mla_tuner.backends import cuda
+from mla_tuner.backends import cuda, jit
 from mla_tuner.backends.cuda import CudaBackend
 from mla_tuner.backends.jit import JitBackend
 from mla_tuner.backends.shaders import Text
@@ -98,6 +98,31 @@ def test_a_check_is_made_once(gpu: Callable[..., CudaBackend]) -> None:
         assert backend.refusal(Plan("split", 2, "r8"), SHAPE)
         assert backend.refusal(Plan("split", 5, "r8"), Shape(9000, 2, 4))
     assert len(calls) == 2  # one pass and its merge
+
+
+def test_an_lse_is_proven_only_where_it_is_wanted(
+    gpu: Callable[..., CudaBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A split's takes a merge of its own, whose compilation nobody else is to wait for."""
+    proven: list[tuple[str, bool]] = []
+
+    def fault(backend: object, plan: Plan, *given: Any) -> str | None:
+        proven.append((plan.path, given[-1]))
+        return "its LSE is wrong" if proven[-1] == ("split", True) else None
+
+    monkeypatch.setattr(jit, "fault", fault)
+    backend, split, single = gpu(zeros), Plan("split", 2, "r8"), Plan("single", 1, "r8")
+    for _ in range(2):
+        assert backend.refusal(split, SHAPE) is None
+        assert str(backend.refusal(split, SHAPE, want_lse=True)).endswith("its LSE is wrong")
+        assert backend.refusal(single, SHAPE) is backend.refusal(single, SHAPE, True) is None
+    assert proven == [("split", False), ("split", True), ("single", True)]
+    monkeypatch.setattr(ops, "_backend", lambda: backend)
+    case = make_case(SHAPE)
+    given = case.q_nope, case.q_pe, case.cache
+    with pytest.raises(ValueError, match="its LSE is wrong"):
+        mla_decode(*given, scale=case.scale, plan=split, return_lse=True)
+    mla_decode(*given, scale=case.scale, plan=split)
 
 
 def test_verify_fails_with_the_reason_where_every_tile_is_refused(

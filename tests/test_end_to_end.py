@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mla_tuner import backends
@@ -52,7 +53,7 @@ def test_a_new_process_runs_the_plan_that_was_tuned(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of this test alone
     device = probe(name)
     wanted = default_buckets([1024], [1], [2, 4], ["bfloat16"])
-    with Store(tmp_path / "t.db") as store:
+    with Store(tmp_path / "t.db") as store, mx.stream(mx.cpu if name == "cpu" else mx.gpu):
         summary = tune(store, device, wanted, budget_s=60.0, force=True)
         assert [row.bucket for row in summary.tuned] == wanted
         stored = summary.tuned[1]

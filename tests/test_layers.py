@@ -55,7 +55,7 @@ LAYERS = [
     ["wrapper_bench_module"],
     ["wrapper_bench_widths"],
     ["fleet_study", "models", "overview", "parse", "proposals"],
-    ["live", "recheck"],
+    ["costs", "live", "recheck"],
     ["measure", "store"],
     ["share_rows"],
     ["conditions", "records", "schema", "share_pool", "worker"],

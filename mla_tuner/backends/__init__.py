@@ -58,8 +58,11 @@ class Backend(Protocol):
     def signature(self, *arrays: mx.array | None) -> Hashable:
         """A key that is equal for arrays of equal dtypes and shapes; TypeError for what is none."""
 
-    def refusal(self, plan: Plan, shape: Shape) -> str | None:
-        """One sentence why this plan can't run on this shape; None if it can."""
+    def refusal(self, plan: Plan, shape: Shape, want_lse: bool = False) -> str | None:
+        """One sentence why this plan can't run on this shape; None if it can.
+
+        want_lse: with its LSE, too, which may be a kernel of its own.
+        """
 
     def proof(self, plan: Plan, shape: Shape) -> tuple[bool, str]:
         """Whether the kernel that would run this plan gives right answers here, and why not; runs

@@ -54,7 +54,7 @@ class CpuBackend(MlxBackend):
         key: bytes = native.signature(*arrays)
         return key
 
-    def refusal(self, plan: Plan, shape: Shape) -> str | None:
+    def refusal(self, plan: Plan, shape: Shape, want_lse: bool = False) -> str | None:
         if not plan.native:
             return super().refusal(plan, shape)
         if self._kernel.native is None:

@@ -73,7 +73,7 @@ class JitBackend(MlxBackend, ABC):
         self._errors: Counter[tuple[object, ...]] = Counter()
         self._proving = Lock()
         self._compiled: list[tuple[str, float]] = []
-        self._passed: tuple[Plan, Shape] | None = None  # what `refusal` let pass last
+        self._passed: tuple[Plan, Shape, bool] | None = None  # what `refusal` let pass last
         self._ready: Launches | None = None  # what ran last
         self._launched: deque[tuple[int, Launches]] = deque(maxlen=_REMEMBERED)
 
@@ -148,19 +148,19 @@ class JitBackend(MlxBackend, ABC):
     def tiles(self, shape: Shape) -> tuple[str, ...]:
         return self._useful(shape) if self.available()[0] else ()
 
-    def refusal(self, plan: Plan, shape: Shape) -> str | None:
+    def refusal(self, plan: Plan, shape: Shape, want_lse: bool = False) -> str | None:
         passed = self._passed
-        if passed is not None and passed[0] is plan and passed[1] is shape:
+        if passed and passed[0] is plan and passed[1] is shape and passed[2] is want_lse:
             return None
         if not plan.native:
-            return super().refusal(plan, shape)
+            return super().refusal(plan, shape, want_lse)
         able, why = self.available()
         if not able:
             return why
         name, split = self._tile(plan, shape), plan.cut(shape.context).partitions > 1
-        reason = self._illegal(name, shape) or self._disproof(name, split, shape)
+        reason = self._illegal(name, shape) or self._disproof(name, split, shape, want_lse)
         if reason is None:
-            self._passed = plan, shape
+            self._passed = plan, shape, want_lse
         return reason
 
     def run(self, plan: Plan, call: Call) -> tuple[mx.array, mx.array | None]:
@@ -202,7 +202,7 @@ class JitBackend(MlxBackend, ABC):
         for dtype in _PROVEN_DTYPES:
             for shape in self._proven:
                 for plan in (Plan("single"), Plan("split", 2)):
-                    found = self.refusal(plan, replace(shape, dtype=dtype))
+                    found = self.refusal(plan, replace(shape, dtype=dtype), want_lse=True)
                     if found:
                         return False, found
         return True, f"the {self._title} kernels agree with mlx_rows"
@@ -223,9 +223,10 @@ class JitBackend(MlxBackend, ABC):
         call = self._joined(decode, merge)
         return Launches(plan, shape, want_lse, ran, piece, call, facts)
 
-    def _disproof(self, name: str, split: bool, shape: Shape) -> str | None:
+    def _disproof(self, name: str, split: bool, shape: Shape, want_lse: bool) -> str | None:
         """Why a tile must not be trusted here; None once it gave the right answer."""
-        key = name, split, shape.dtype, shape.geometry, shape.layout
+        # A split's LSE takes another merge, seldom needed in serving: compiled once it is.
+        key = name, split, shape.dtype, shape.geometry, shape.layout, want_lse or not split
         if key not in self._proofs:
             with self._proving:  # others wait for the answer instead of asking again
                 if key not in self._proofs:
@@ -233,13 +234,13 @@ class JitBackend(MlxBackend, ABC):
         return self._proofs[key]
 
     def _tried(self, key: tuple[object, ...], shape: Shape) -> str | None:
-        name, split = str(key[0]), bool(key[1])
+        name, split, want_lse = str(key[0]), bool(key[1]), bool(key[-1])
         plan = Plan("split", 3, name) if split else Plan("single", 1, name)
         started = perf_counter()
         try:
             found = self._device_fault(name)
             kind = shape.dtype, shape.geometry, shape.layout
-            found = found or fault(self, plan, *kind, length=self._proven_length)
+            found = found or fault(self, plan, *kind, self._proven_length, want_lse)
         except Exception as error:  # a compile error, too many threads, no memory: serving goes on
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self._errors[key] += 1

@@ -194,7 +194,7 @@ class MlxBackend:
             raise TypeError("[signature] expected arrays or None")
         return tuple([a if a is None else (a.shape, a.dtype) for a in arrays])
 
-    def refusal(self, plan: Plan, shape: Shape) -> str | None:
+    def refusal(self, plan: Plan, shape: Shape, want_lse: bool = False) -> str | None:
         if plan.native:
             return self.available()[1]
         return self._fused_refusal(shape) if plan.path == "mlx_fused" else None

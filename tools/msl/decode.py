@@ -23,7 +23,7 @@ class EmulatedBackend(MetalBackend):
     def available(self) -> tuple[bool, str]:
         return True, ""
 
-    def _disproof(self, name: str, split: bool, shape: Shape) -> str | None:
+    def _disproof(self, name: str, split: bool, shape: Shape, want_lse: bool) -> str | None:
         return None
 
 

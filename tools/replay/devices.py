@@ -345,5 +345,5 @@ class SimBackend(StandIn):
         first = max(tile for tile in useful if tile <= 64)
         return tuple(f"r{tile}" for tile in sorted(useful, key=lambda tile: (tile != first, tile)))
 
-    def refusal(self, plan: Plan, shape: Shape) -> str | None:
+    def refusal(self, plan: Plan, shape: Shape, want_lse: bool = False) -> str | None:
         return "no fused attention is modelled" if plan.path == "mlx_fused" else None

@@ -173,7 +173,7 @@ class RecordedBackend(StandIn):
         """Those recorded for as many rows."""
         return self._tiles.get(shape.rows, ())
 
-    def refusal(self, plan: Plan, shape: Shape) -> str | None:
+    def refusal(self, plan: Plan, shape: Shape, want_lse: bool = False) -> str | None:
         if self._strict and not (shape in self._sweeps and self._sweeps[shape].known(plan)):
             return f"{plan} was not recorded at {shape}"
         return None
