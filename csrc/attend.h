@@ -3,6 +3,9 @@
 #include "answer.h"
 #include "scores.h"
 #include "values.h"
+#if defined(MLA_AVX512)
+#include "one_row.h"
+#endif
 
 namespace mla::MLA_ISA {
 namespace {
@@ -153,6 +156,9 @@ void convert_tile(const Problem& a, const Tile<T>& from, float* to, Tile<float>&
 template <typename T, int kRank>
 void attend(const Problem& a, const Task& task, const Scratch& z) {
   const int rows = task.row1 - task.row0, step = tile_tokens(rows);
+#if defined(MLA_AVX512)
+  if (rows == 1) return attend_one<T, kRank>(a, task, z.q, z.o, *z.most, *z.sum);
+#endif
   const bool converts = converts_tile(a, rows);
   Tile<float> converted;
   if (converts) lay_out_converted(a, z.converted, converted);

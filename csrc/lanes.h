@@ -50,6 +50,9 @@ struct Two {
 MLA_INLINE Two widen(const float* in) { return {load(in), load(in + W)}; }
 MLA_INLINE Two widen(const bf16* in) {
   Bits pairs = *reinterpret_cast<const BitsLoose*>(in);
+#if defined(MLA_AVX512)
+  asm("" : "+v"(pairs));  // read once: compilers like to read the same memory for either half
+#endif
   return {Vec(pairs << 16), Vec(pairs & 0xffff0000u)};
 }
 MLA_INLINE Two widen(const f16* in) {
@@ -149,6 +152,14 @@ MLA_INLINE Four sums(Vec a, Vec b, Vec c, Vec d) {
   return r;
 #endif
 }
+
+#if defined(MLA_AVX512)
+// Eight numbers; the other lanes hold minus infinity.
+MLA_INLINE Vec eight(Four a, Four b) {
+  return Vec(_mm512_insertf32x8(_mm512_set1_ps(-__builtin_inff()), _mm256_set_m128(__m128(b), __m128(a)), 0));
+}
+MLA_INLINE float largest(Vec v) { return _mm512_reduce_max_ps(__m512(v)); }
+#endif
 
 MLA_INLINE Vec exp2_of_nonpositive(Vec x) {
   Ints gone = x < -126.0f;

@@ -5,6 +5,8 @@
 namespace mla::MLA_ISA {
 namespace {
 
+constexpr int kBeyond = 16;  // tokens after a tile that attend_one looks at
+
 struct Run {
   const char *at, *end;
 };
@@ -21,7 +23,7 @@ template <typename T>
 struct Spans {
   int64_t stride;
   int count;
-  Span<T> span[kTile / 8 + 1];  // pages hold 8 tokens or more
+  Span<T> span[(kTile + kBeyond) / 8 + 1];  // pages hold 8 tokens or more
 };
 
 template <typename T>
@@ -36,10 +38,10 @@ MLA_INLINE Spans<T> one_span(const T* at, int count, int64_t stride) {
 // Tokens one by one; entries past the last token repeat it up to a multiple of kBlock: blocks of tokens are read whole.
 template <typename T>
 struct Tile {
-  int start, n;  // tokens [start, start + n) of the sequence, n <= kTile
-  const T *latent[kTile], *rope[kTile];
+  int start, n;  // tokens [start, start + n) of the sequence, n <= kTile + kBeyond
+  const T *latent[kTile + kBeyond], *rope[kTile + kBeyond];
   Spans<T> values;
-  Run runs[2 * kTile + 1];  // the same bytes as stretches of memory, ended by a null
+  Run runs[2 * (kTile + kBeyond) + 1];  // the same bytes as stretches of memory, ended by a null
   int run_count;
 
   void add_run(const T* at, int64_t width, int64_t stride, int count) {
