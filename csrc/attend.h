@@ -17,8 +17,9 @@ inline bool converts_tile(const Problem& a, int rows) { return a.dtype != Dtype:
 // Not a multiple of 1 KB, see crowds_sets.
 inline int converted_stride(const Problem& a) { return a.dim() == 512 ? 576 : a.dim(); }
 
-// Few rows wait for memory: what L1 holds comes from further away only once. 16 tokens against 64: 1.1-1.2x at 1 head x
-// 32K in halves, 0-7 % at 2 heads, the same from 4 on (Emerald Rapids and Zen 3, 2026-11-29).
+// Few rows wait for memory (one has code of its own with AVX-512): what L1 holds comes from further away only once. 16
+// tokens against 64: 1.1-1.2x at 1 head x 32K in halves, 0-7 % at 2 heads, the same from 4 on (Emerald Rapids and Zen
+// 3, 2026-11-29).
 constexpr int tile_tokens(int rows) { return rows <= W / 2 ? 16 : kTile; }
 
 // A worker's memory, the same for every task of a call.
@@ -157,7 +158,7 @@ template <typename T, int kRank>
 void attend(const Problem& a, const Task& task, const Scratch& z) {
   const int rows = task.row1 - task.row0, step = tile_tokens(rows);
 #if defined(MLA_AVX512)
-  if (rows == 1) return attend_one<T, kRank>(a, task, z.q, z.o, *z.most, *z.sum);
+  if (rows == 1) return attend_one<T, kRank>(a, task, z.q, z.o, z.most, z.sum);
 #endif
   const bool converts = converts_tile(a, rows);
   Tile<float> converted;

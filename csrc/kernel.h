@@ -10,7 +10,7 @@
 
 namespace mla {
 
-constexpr int kTile = 64;  // tokens of one softmax step; pieces of a context are multiples of it
+constexpr int kTile = 64;  // tokens of one softmax step, of few rows fewer; pieces of a context are multiples of it
 constexpr int kMostPartitions = 256;
 constexpr float kNothing = -3.40282347e38f;  // the running maximum before the first token
 

@@ -48,7 +48,7 @@ def refusal(plan: Plan, shape: Shape, device: Device) -> str | None:
     if count != plan.partitions:
         tokens = piece_tokens(shape.context, plan.partitions)
         return f"context {shape.context} makes only {counted(count, 'piece')} of {tokens} tokens"
-    return backends.get(device.backend).refusal(plan, shape)
+    return backends.get(device.backend).refusal(plan, shape, want_lse=True)  # it is checked, too
 
 
 def _known(shape: Shape, device: Device) -> list[Plan]:

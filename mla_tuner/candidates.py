@@ -47,7 +47,8 @@ def candidates(bucket: Bucket, device: Device, backend: Backend) -> list[Plan]:
         for partitions in partition_counts(shape, device.cores, tile)
     ]
     others = [plan for plan in MLX_PLANS if backend.refusal(plan, shape) is None]
-    legal = [plan for plan in native if backend.refusal(plan, shape) is None]
+    # With their LSE, which the tuner checks, too.
+    legal = [plan for plan in native if backend.refusal(plan, shape, want_lse=True) is None]
     return [
         *others,
         *sorted(legal, key=lambda plan: prior(plan, shape, device.cores)),

@@ -29,17 +29,18 @@ class Costs:
     def __init__(self, runners: Runners) -> None:
         self.runners = runners
         self.known: list[Cost] = []
-        self._first: Cost | None = None
+        self._first: Cost | None = None  # by trial
 
     def add(self, shape: Shape, seconds: float, default_s: float) -> None:
-        """default_s: of one call of MLX's path."""
+        """default_s: of one call of the baseline, MLX's path."""
         self.known.append(Cost(shape, seconds, min(seconds, CALLS * default_s)))
 
     def estimate(self, shape: Shape) -> float:
         """Seconds, from the nearest known shape; of the same dtype where there is one."""
-        if not self.known and self._first is None:
-            self._first = self._trial(shape)
-        known = self.known or [self._first] if self._first else self.known
+        known = self.known
+        if not known:
+            self._first = self._first or self._trial(shape)
+            known = [self._first]
 
         def distance(cost: Cost) -> tuple[bool, float]:
             return cost.shape.dtype != shape.dtype, abs(math.log(shape.flop / cost.shape.flop))

@@ -174,19 +174,26 @@ def test_causal_query_tokens(isa, block_size, q_len):
     case = Case([200, 3, 1, 0, 65], 5, q_len, geometry=(256, 64), block_size=block_size)
     for partitions in (1, 3):
         case.check(partitions)
+        assert case.check(partitions, tile=1)["tile"] == 1  # a row by itself, whichever it is
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 100, 1000])
+LENGTHS = [0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 72, 79, 80, 81, 127, 128, 129, 100, 1000]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(isa, length):
     for block_size, dtype in ((0, "float32"), (8, "float32"), (16, "float32"), (24, "bfloat16")):
-        case = Case([length], 9, dtype=dtype, geometry=(256, 32), block_size=block_size, spare=0)
-        case.check(partitions=1 + length % 2)
+        for heads in (1, 9):
+            case = Case(
+                [length], heads, dtype=dtype, geometry=(256, 32), block_size=block_size, spare=0
+            )
+            case.check(partitions=1 + length % 2)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32, 40, 64, 128, 256])
 @pytest.mark.parametrize("dtype", BOUND)
 def test_block_sizes(isa, dtype, block_size):
-    for heads in (3, 16, 17):
+    for heads in (1, 3, 16, 17):
         Case([150, 259], heads, dtype=dtype, geometry=(256, 32), block_size=block_size).check(2)
 
 

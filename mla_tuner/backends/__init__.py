@@ -61,7 +61,7 @@ class Backend(Protocol):
     def refusal(self, plan: Plan, shape: Shape, want_lse: bool = False) -> str | None:
         """One sentence why this plan can't run on this shape; None if it can.
 
-        want_lse: with its LSE, too, which may be a kernel of its own.
+        want_lse: with its LSE, too, which may be a kernel of its own. May compile and run kernels.
         """
 
     def proof(self, plan: Plan, shape: Shape) -> tuple[bool, str]:

@@ -31,6 +31,7 @@ _PLAIN = re.compile(r"[^\"\\\n\r]+")  # a path that C++ can name as it is
 class CudaBackend(JitBackend):
     """Launches native plans through `mx.fast.cuda_kernel`."""
 
+    _lse_apart = True
     _proven_length = 2112  # short sequences take another way, see FEW_TOKENS in half.cuh
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from ..device import MLX_VERSION
 from ..plan import Plan
-from ..shapes import Shape, piece_tokens
+from ..shapes import Geometry, Shape, piece_tokens
 from . import Call
 from .mlx_paths import MlxBackend
 from .self_check import LENGTH, fault
@@ -60,17 +60,29 @@ class Launches(NamedTuple):
     facts: dict[str, object]
 
 
+class Kind(NamedTuple):
+    """What is proven at once."""
+
+    tile: str
+    split: bool
+    dtype: str
+    geometry: Geometry
+    layout: str
+    want_lse: bool
+
+
 class JitBackend(MlxBackend, ABC):
     """Launches native plans through `mx.fast.*_kernel`; compiles nothing before first use."""
 
     _proven_length = LENGTH  # tokens of a sequence in a proof
+    _lse_apart = False  # whether a split whose LSE is wanted has another merge
 
     def __init__(self, name: str, title: str, proven: tuple[Shape, ...]) -> None:
         """`title`: the kind of kernels, for people; `proven`: shapes for the self-check."""
         super().__init__(name)
         self._title, self._proven = title, proven
-        self._proofs: dict[tuple[object, ...], str | None] = {}
-        self._errors: Counter[tuple[object, ...]] = Counter()
+        self._proofs: dict[Kind, str | None] = {}
+        self._errors: Counter[Kind] = Counter()
         self._proving = Lock()
         self._compiled: list[tuple[str, float]] = []
         self._passed: tuple[Plan, Shape, bool] | None = None  # what `refusal` let pass last
@@ -225,32 +237,33 @@ class JitBackend(MlxBackend, ABC):
 
     def _disproof(self, name: str, split: bool, shape: Shape, want_lse: bool) -> str | None:
         """Why a tile must not be trusted here; None once it gave the right answer."""
-        # A split's LSE takes another merge, seldom needed in serving: compiled once it is.
-        key = name, split, shape.dtype, shape.geometry, shape.layout, want_lse or not split
-        if key not in self._proofs:
+        # Serving seldom needs an LSE: what it alone takes is compiled when it is asked for.
+        lse = want_lse or not (split and self._lse_apart)
+        kind = Kind(name, split, shape.dtype, shape.geometry, shape.layout, lse)
+        if kind not in self._proofs:
             with self._proving:  # others wait for the answer instead of asking again
-                if key not in self._proofs:
-                    return self._tried(key, shape)
-        return self._proofs[key]
+                if kind not in self._proofs:
+                    return self._tried(kind)
+        return self._proofs[kind]
 
-    def _tried(self, key: tuple[object, ...], shape: Shape) -> str | None:
-        name, split, want_lse = str(key[0]), bool(key[1]), bool(key[-1])
+    def _tried(self, kind: Kind) -> str | None:
+        name, split, dtype, geometry, layout, want_lse = kind
         plan = Plan("split", 3, name) if split else Plan("single", 1, name)
         started = perf_counter()
         try:
             found = self._device_fault(name)
-            kind = shape.dtype, shape.geometry, shape.layout
-            found = found or fault(self, plan, *kind, self._proven_length, want_lse)
+            sizes = dtype, geometry, layout, self._proven_length
+            found = found or fault(self, plan, *sizes, want_lse)
         except Exception as error:  # a compile error, too many threads, no memory: serving goes on
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self._errors[key] += 1
+            self._errors[kind] += 1
         seconds = perf_counter() - started
         if seconds > _NOTHING_NEW_S:
-            what = f"{name} {plan.path} {shape.dtype} {shape.geometry} {shape.layout}"
+            what = f"{name} {plan.path} {dtype} {geometry} {layout}"
             self._compiled.append((what, seconds))
         reason = f"tile {name} failed its check here: {found}" if found else None
-        if self._errors[key] in (0, _TRIES):
-            self._proofs[key] = reason
+        if self._errors[kind] in (0, _TRIES):
+            self._proofs[kind] = reason
         return reason
 
 

@@ -33,12 +33,12 @@ def fault(
     """What is wrong with a run of the plan, measured against `mlx_rows` in float32 on the CPU; None
     if two are right. A launch that never ran leaves old memory or zeros, which are wrong.
 
-    length: of the sequences of the even one. want_lse: of the ragged one.
+    length: of the sequences of the even run. want_lse: the ragged one has its LSE proven, too.
 
     Raises whatever the back end raises.
     """
     # Every plan has numbers of its own: memory may still hold the right answer of another one.
-    seed = zlib.crc32(f"{plan} {dtype} {geometry} {layout}".encode())
+    seed = zlib.crc32(f"{plan} {dtype} {geometry} {layout} {want_lse}".encode())
     # Serving often has sequences of one length: other code, on a GPU.
     for i, lengths in enumerate(((length,) * len(_LENGTHS), _LENGTHS)):
         call = _call(dtype, geometry, layout, seed + i, lengths)

@@ -24,9 +24,9 @@ from .mla_classes import UNKNOWN_SOURCE, MlaClass, class_of, fingerprint, forwar
 log = logging.getLogger("mla_tuner")
 
 CLASSES = (
-    MlaClass("deepseek_v2", "DeepseekV2Attention", "0e7c875a6ee51fa4"),
-    MlaClass("youtu_llm", "YoutuLLMAttention", "0e7c875a6ee51fa4"),
-    MlaClass("minicpm3", "Attention", "7d622f25149c48b1", scale="softmax_scale"),
+    MlaClass("deepseek_v2", "DeepseekV2Attention", "0e7c875a6ee51fa4", absorbed=True),
+    MlaClass("youtu_llm", "YoutuLLMAttention", "0e7c875a6ee51fa4", absorbed=True),
+    MlaClass(*("minicpm3", "Attention", "7d622f25149c48b1"), scale="softmax_scale", absorbed=True),
 )
 _PLAIN = (Linear, AllToShardedLinear)  # the second holds whole heads, those of this device
 _QUANTISED = (QuantizedLinear, QuantizedAllToShardedLinear)

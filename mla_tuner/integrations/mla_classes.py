@@ -49,8 +49,9 @@ class MlaClass:
     heads, scale: the attributes that count heads on this device and scale scores. rope: whether
     queries and keys are rotated. lora_scales: `mla_scale_q_lora` and `mla_scale_kv_lora` apply.
     query_scale: the call takes a scale of the whole query after `x`. indexed: `cache` is a pair,
-    and `indexer` fills the second; up to its `index_topk` tokens the attention is dense. finish:
-    what comes after the heads.
+    and `indexer` fills the second; up to its `index_topk` tokens the attention is dense. absorbed:
+    by `absorb`, while stock caches keys and values of every head. finish: what comes after the
+    heads.
     """
 
     module: str
@@ -62,6 +63,7 @@ class MlaClass:
     lora_scales: bool = False
     query_scale: bool = False
     indexed: bool = False
+    absorbed: bool = False
     finish: Finish = _o_proj
 
 

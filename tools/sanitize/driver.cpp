@@ -100,7 +100,7 @@ void cases() {
         }
     for (int i = 0; i < 150; ++i) {
       mla::set_threads(pick(random, {1, 2, 3}));
-      const mla::Request request{pick(random, {1, 2, 3, 5, 8, 64}), pick(random, {0, 0, 16, 5, 999}), ++count};
+      const mla::Request request{pick(random, {1, 2, 3, 5, 8, 64}), pick(random, {0, 0, 1, 16, 5, 999}), ++count};
       run(random_shape(random), random(), request);
     }
     bad_blocks();
