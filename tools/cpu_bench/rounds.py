@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from tools.peaks import peaks
 
+# Work before a form that follows a pause: else two threads had one core between them for 5 to 20 ms
+# (2 virtual cores of a Xeon of the Skylake kind, 2026-11-30).
+WAKE_MS = 20
 FREE_RATIO = 1.7  # two threads must reach this many times one thread's peak, or a core was taken
 FREE_SHARE = 0.85  # and one thread this share of the best seen
 MIN_ROUNDS = 5
@@ -132,7 +135,7 @@ def interleave(
     while not _enough(rounds, time.perf_counter() - start, seconds):
         for form in random.sample(left, len(left)):
             rounds.seconds[form.name].append(form.sample())
-            time.sleep(rest_s)
+            _rest(threads, rest_s)
         for form in forms:
             if form not in left:
                 rounds.seconds[form.name].append(float("nan"))
@@ -140,6 +143,13 @@ def interleave(
         if len(rounds.free) >= TRIAL_ROUNDS:  # what a busy core did to a form tells nothing
             left = [f for f in left if _promising(rounds, f)]
     return rounds
+
+
+def _rest(threads: int, seconds: float) -> None:
+    """A pause, after which the cores work for a while: one that has slept may be back late."""
+    if seconds:
+        time.sleep(seconds)
+        peaks.fma_gflops(threads, ms=WAKE_MS)
 
 
 def _enough(rounds: Rounds, spent: float, seconds: float) -> bool:

@@ -17,7 +17,7 @@ from .results import Figure, FormTime, Results
 from .rounds import Form, Rounds, interleave
 
 # GNU OpenMP's threads spin for milliseconds after their work, on the core that the next form needs.
-OPENMP_REST_S = 0.015
+OPENMP_REST_S = 0.006
 
 
 @dataclass(frozen=True)
