@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import mla_tuner
@@ -456,6 +457,21 @@ def test_the_self_check_compares_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     for dtype in DTYPES:
         assert self_check.fault(backend, Plan("split", 3), dtype) is None
     assert inside == [[mx.cpu]] * 2 * len(DTYPES)
+
+
+def test_no_two_proofs_share_their_numbers() -> None:
+    """Memory may still hold the right answer of another one, as of that without an LSE."""
+    seen: list[tuple[int, bool]] = []
+
+    def run(plan: Plan, call: backends.Call) -> Any:
+        seen.append((hash(np.array(call.q_nope.astype(mx.float32)).tobytes()), call.want_lse))
+        return mlx_paths.run_mlx_rows(call)
+
+    backend: Any = SimpleNamespace(run=run, executed=lambda ticket: Plan("split", 3))
+    for want_lse in (False, True):
+        assert self_check.fault(backend, Plan("split", 3), "bfloat16", want_lse=want_lse) is None
+    assert [lse for _, lse in seen] == [False, False, False, True]
+    assert len({numbers for numbers, _ in seen}) == 4
 
 
 @pytest.mark.usefixtures("kernel")
