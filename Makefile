@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 CPP     := csrc/*.cpp csrc/*.h tools/msl/cpp/*.cpp tools/msl/cpp/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 ARGS   ?=
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -e '.[cpu,test]'
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check
+INSTALL := $(PIP) -e '.[cpu]'
 # Fails with the reason where the compiled kernel does not load.
 KERNEL := $(BIN)/python -c 'import logging, sys; logging.disable(); from mla_tuner import backends; sys.exit(backends.get("cpu").available()[1] or None)'
 COMPILER := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 
-.PHONY: setup tune test lint types unit test-serving test-share test-metal-full check format sanitize check-macos bench-cpu replay clean
+.PHONY: setup setup-tests tune test lint types unit test-serving test-share test-metal-full check format sanitize check-macos bench-cpu replay clean
 
 # A kernel that does not load (no compiler then, another MLX since) makes the last set-up out of date.
 setup:
@@ -24,40 +25,45 @@ $(VENV)/installed: $(SOURCES)
 	@$(KERNEL) || echo "only MLX's own paths run; the build tells more: $(INSTALL) --verbose"
 	@touch $@
 
+# What lint, types and tests need besides; who only wants to tune does not wait for it. Builds nothing anew.
+setup-tests: setup
+	@test $(VENV)/tests-installed -nt $(VENV)/installed || $(PIP) --quiet 'mla-tuner[cpu,test]'
+	@touch $(VENV)/tests-installed
+
 tune: setup
-	$(BIN)/mla-tune --device auto --budget 240s $(ARGS)
+	$(BIN)/mla-tune --device auto --budget 265s $(ARGS)
 
 test: lint types unit
 
-lint: setup
+lint: setup-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
-types: setup
+types: setup-tests
 	$(BIN)/mypy
 
 # Without the kernel its tests are skipped; with a compiler here they fail instead.
-unit: setup
+unit: setup-tests
 	$(if $(COMPILER),MLA_TUNER_REQUIRE_NATIVE=1) $(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 # All of serving: the server of mlx-lm with 8 clients and 200 requests, and every family of models.
-test-serving: setup
+test-serving: setup-tests
 	$(if $(COMPILER),MLA_TUNER_REQUIRE_NATIVE=1) $(BIN)/python -m pytest tests/test_serving*.py tests/test_integrations*.py $(ARGS)
 
 # The minutes of sharing: hostile tables, a server's 60 s under load, a fleet against one machine.
-test-share: setup
+test-share: setup-tests
 	$(BIN)/python -m pytest -m slow tests/test_share*.py tests/test_server*.py tests/test_fleet*.py tests/test_html_report*.py $(ARGS)
 
 # The Metal texts under the emulator's checkers, with longer contexts and in two orders of threads.
-test-metal-full: setup
+test-metal-full: setup-tests
 	$(BIN)/python -m pytest -m slow tests/conformance/test_metal.py tests/test_metal_kernels.py $(ARGS)
 
 # The shared tables of tuning_db/: schema, legal plans, winners that follow from their evidence.
 check: setup
 	$(BIN)/mla-tune share check
 
-format: setup
+format: setup-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
