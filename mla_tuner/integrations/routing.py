@@ -153,8 +153,9 @@ class Router:
                 out = plain(q, q_pe, latent, k_pe, scale, mask)
             # Stock expands the latents, and takes the average over tokens after that.
             expands = kind.absorbed or out.shape[2] > 1
-            project = _in_sections if expands and out.dtype == mx.float32 else _in_one
-            return project(module.unembed_out, out)
+            if expands and out.dtype == mx.float32:
+                return _in_sections(module.unembed_out, out)
+            return module.unembed_out(out)
 
         return forward(kind, module, x, query_scale, cache, attend)
 
@@ -236,14 +237,11 @@ class Router:
         return self.attempt(step, lambda: decode(step, q, q_pe, latent, k_pe, scale))
 
 
-def _in_one(projection: Any, out: mx.array) -> Any:
-    """The heads' outputs, from `[batch, heads, q_len, kv_lora_rank]`, as the module makes them."""
-    return projection(out)
-
-
 def _in_sections(projection: Any, out: mx.array) -> Any:
-    """The same as a sum over sections of the rank, with 0.4 of the error: a product on the CPU is
-    one chain of additions. With four tokens or more it takes no longer, with one twice as long.
+    """`projection` of `[batch, heads, q_len, kv_lora_rank]`, summed over sections of the rank.
+
+    It has 0.4 of the error: a product on the CPU is one chain of additions. With four tokens or
+    more it takes no longer, with one twice as long.
     """
     plain = isinstance(projection, dict) and [*projection] == ["weight"]  # not quantised
     if not plain or projection["weight"].shape[-1] != out.shape[-1]:
