@@ -61,6 +61,16 @@ def test_time_counts_from_the_end_of_the_head_start_to_the_end_of_the_chain() ->
 
 
 @pytest.mark.usefixtures("ticks")
+def test_time_counts_from_the_end_of_the_first_call_where_it_is_given() -> None:
+    gpu = Gpu()
+    first, chain = mx.zeros((2, 3), mx.bfloat16), mx.zeros((2, 3), mx.bfloat16)
+    timed = HeadStart(gpu).time(chain, 0.02, first)
+    assert gpu.waits == [0.0, 0.0, 0.02]  # stop, between, start, a second from one to the next
+    assert timed.gpu_s == pytest.approx(-1.0)
+    assert timed.ahead
+
+
+@pytest.mark.usefixtures("ticks")
 def test_a_host_that_took_longer_than_the_head_start_was_not_ahead() -> None:
     timed = HeadStart(Queue()).time(mx.zeros((4,), mx.float32), 0.005)
     assert not timed.ahead

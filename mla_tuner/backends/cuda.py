@@ -23,6 +23,7 @@ from .shaders import Text, folder, text
 _PROVEN = (Shape(300, 1, 16), Shape(300, 1, 128))  # rows of the usual defaults
 _LARGEST = 3.4028234663852886e38  # that a float32 holds
 _OUTPUTS = ("out", "lse")
+_IMPLIED = ("BITS", "SHARED")  # constants of a kernel that need no place in its name
 _KERNELS = ("small", "wide", "portable", "simple", "merge")  # each a file below shaders/cuda
 _async_eval: Any = mx.async_eval  # MLX's stubs give it no types
 _PLAIN = re.compile(r"[^\"\\\n\r]+")  # a path that C++ can name as it is
@@ -136,21 +137,20 @@ class CudaBackend(JitBackend):
 
     def _inputs(self, call: Call, piece: int) -> list[mx.array]:
         """In the order of `_tile_text`; what a kernel doesn't read isn't passed."""
-        cache, shape = call.cache, call.shape
-        inputs = [call.q_nope] if call.q_pe is None else [call.q_nope, call.q_pe]
-        inputs.append(cache.latent)
+        q_nope, q_pe, cache, scale, shape, lengths, starts, _, _ = call
+        latent = cache.latent
+        inputs = [q_nope, latent] if q_pe is None else [q_nope, q_pe, latent]
         blocks, block_size = 1, 1 << 30
         if isinstance(cache, PagedCache):
-            blocks, block_size, _ = cache.latent.shape
+            blocks, block_size, _ = latent.shape
             inputs.append(cache.block_tables)
-        elif call.q_pe is not None and cache.k_pe is not None:
+        elif q_pe is not None and cache.k_pe is not None:
             inputs.append(cache.k_pe)
-        asked = piece, call.scale, shape, block_size, blocks, call.starts, call.lengths
+        asked = piece, scale, shape, block_size, blocks, starts, lengths
         last = self._asked  # by the layers of a step: the same objects
         if last is None or last[0] != asked:
             numbers = shape.rows, shape.q_len, block_size, blocks
-            info = _info(piece, call.scale, numbers, call.starts, call.lengths)
-            last = self._asked = asked, info
+            last = self._asked = asked, _info(piece, scale, numbers, starts, lengths)
         inputs.append(last[1])
         return inputs
 
@@ -205,9 +205,10 @@ def _text(
     1024 threads. MLX has no place for them, so they are put in front of the kernel's name, which
     MLX makes of ours.
     """
-    values = "_".join(str(value).strip('"').replace(" ", "_") for value in defines.values())
     inputs, outputs = names
-    name = f"mla_{kernel}_{outputs}_{values}"
+    # BITS follows from HALF, SHARED from the others: a shorter name is hashed sooner.
+    values = (str(value).strip('"') for key, value in defines.items() if key not in _IMPLIED)
+    name = "_".join(["mla", kernel, str(outputs), *values])
     full = f"custom_kernel_{name}"
     lines = (
         *(f"#define {key} {value}" for key, value in defines.items()),
