@@ -231,11 +231,13 @@ class LiveRunner:
         assert self._clock
         host_s = self._host_s.get(plan, FIRST_HEAD_START_S) * len(chain)
         for _ in range(TRIES):
-            out = first = self._call(chain[0], chain[0].q_nope, plan)[0]
-            for case in chain[1:]:  # an answer is the next query: a graph overlaps what has no edge
+            out, mark = chain[0].q_nope, None
+            for case in chain:  # an answer is the next query: a graph overlaps what has no edge
                 out, _ = self._call(case, out, plan)
+                if led and mark is None:
+                    mark, out = self._clock.mark(out)
             wait_s = 1.5 * host_s + 1e-4
-            timed = self._clock.time(out, wait_s, first if led else None)
+            timed = self._clock.time(out, wait_s, mark)
             if timed.ahead:
                 self._host_s[plan] = timed.host_s / len(chain)
                 return timed.gpu_s
