@@ -23,7 +23,7 @@ class Cost(NamedTuple):
 
 class Costs:
     """The calls of MLX's path grow with their operations. All the rest of a bucket is a search in
-    samples of fixed length and the compilation of kernels, so a longer context adds little to it.
+    samples of fixed length, so a longer context adds little to it.
     """
 
     def __init__(self, runners: Runners) -> None:
@@ -32,7 +32,9 @@ class Costs:
         self._first: Cost | None = None  # by trial
 
     def add(self, shape: Shape, seconds: float, default_s: float) -> None:
-        """default_s: of one call of the baseline, MLX's path."""
+        """seconds: without the compilation of kernels, which is over. default_s: of one call of the
+        baseline, MLX's path.
+        """
         self.known.append(Cost(shape, seconds, min(seconds, CALLS * default_s)))
 
     def estimate(self, shape: Shape) -> float:

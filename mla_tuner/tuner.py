@@ -27,6 +27,7 @@ from .table import Row
 
 PLAYERS = 5  # the best of all groups, which meet in one race more
 SEARCH_SHARE = 0.6  # of the time left may go to the search; the final duel needs the rest
+Compiled = Callable[[], list[tuple[str, float]]]  # kernels so far, and the seconds of each
 SIGN_OF_LIFE = Shape(64, 1, 1, "float32")  # what any device can run, if anything
 DISTURBED = 1.5  # times of the search and the duel apart: something else was in the samples
 
@@ -185,10 +186,11 @@ def tune(
             found = settle(device, force=force, tell=lambda reason: tell(Waiting(reason)))
             return {**found, **clock(device, live.queued())}
 
-        run = _Run(store, device, made, seed, tell)
+        compiled: Compiled = live.compiled if live else list
+        run = _Run(store, device, made, seed, tell, compiled)
         options = {"budget_s": budget_s, "seed": seed, "force": force}
         run.tune(list(dict.fromkeys(buckets)), budget_s, options, state, dispatch)
-        run.summary.compiled = live.compiled() if live else []
+        run.summary.compiled = compiled()
     summary = run.summary
     if summary.not_reached and not (summary.tuned or summary.skipped_known or summary.failed):
         bucket, reason = summary.not_reached[0]
@@ -209,9 +211,10 @@ class _Run:
         runners: Runners,
         seed: int,
         tell: Callable[[Event], None],
+        compiled: Compiled,
     ) -> None:
         self.store, self.device, self.runners, self.seed = store, device, runners, seed
-        self.tell = tell
+        self.tell, self.compiled = tell, compiled
         self.backend = backends.get(device.backend)
         self.software = devices.software()
         self.versions = Versions.of(self.backend.digest(), self.software)
@@ -272,10 +275,11 @@ class _Run:
         row = self._revalidated(run, old, deadline) if old else None
         failure = None
         if row is None:
-            search_started = self.runners.now()
+            once_s, search_started = self._compile_s(), self.runners.now()
             row, failure = self._tuned(run, bucket, deadline)
             if row:
-                seconds = self.runners.now() - search_started
+                once_s = self._compile_s() - once_s  # no later bucket pays that again
+                seconds = self.runners.now() - search_started - max(0.0, once_s)
                 self.costs.add(bucket.shape, seconds, 1e-6 * row.median_us * row.speedup)
         if row:
             self.summary.tuned.append(row)
@@ -285,6 +289,9 @@ class _Run:
         if failure:
             return self._fail(bucket, failure)
         return self._pass_over(bucket, "the budget ended before its verdict")
+
+    def _compile_s(self) -> float:
+        return sum(seconds for _, seconds in self.compiled())
 
     def _revalidated(self, run: int, old: Row, deadline: float) -> Row | None:
         """The winner of other versions, if it still wins; None: it must be found anew."""

@@ -17,8 +17,8 @@ TIMES = LARGE.flop / SMALL.flop
 
 
 def test_only_the_calls_of_mlx_grow_with_the_operations() -> None:
-    """A GPU's small call is all latency: with the search and the compilation scaled as well, a
-    bucket of seconds was said to need days.
+    """A GPU's small call is all latency: with the search scaled as well, a bucket of seconds was
+    said to need days.
     """
     costs = Costs(FakeRunners(lambda shape, plan: 0.0))
     costs.add(SMALL, 3.0, 80e-6)

@@ -21,7 +21,15 @@ from mla_tuner.measure import Checked, LateError
 from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import Bucket, Shape
 from mla_tuner.store import Store
-from mla_tuner.tuner import SIGN_OF_LIFE, BucketTuned, Event, Waiting, default_buckets, tune
+from mla_tuner.tuner import (
+    SIGN_OF_LIFE,
+    BucketStarted,
+    BucketTuned,
+    Event,
+    Waiting,
+    default_buckets,
+    tune,
+)
 
 DEVICE = make_device(4)
 BUCKETS = default_buckets([1024, 2048, 4096], [1], [16], ["bfloat16"])
@@ -344,6 +352,28 @@ def test_on_a_gpu_the_run_says_by_which_clock_and_the_summary_what_was_compiled(
     assert summary.compiled == [("small r16", 2.0)]
     tune(store, DEVICE, BUCKETS[:1], budget_s=1e4)
     assert run_row(store)["conditions"] == {"load_1m": 0.1}
+
+
+def test_what_the_first_bucket_compiled_is_not_reckoned_for_the_next(
+    store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget of a minute passed over all but the first bucket, whose kernels had taken half."""
+    monkeypatch.setattr(tuner, "settle", lambda device, **options: {})
+    check = FakeRunner.check
+
+    def compiles(runner: FakeRunner, plan: Plan) -> Checked:
+        if plan.native and not live.kernels:
+            live.kernels.append(("small r16", 30.0))
+            runner.clock += 30.0
+        return check(runner, plan)
+
+    monkeypatch.setattr(FakeRunner, "check", compiles)
+    events: list[Event] = []
+    tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, progress=events.append)
+    estimates = [event.estimate_s for event in events if isinstance(event, BucketStarted)]
+    done = [event.seconds for event in events if isinstance(event, BucketTuned)]
+    assert done[0] > 30.0 > 2 * done[1]
+    assert estimates[1] < 15.0
 
 
 def test_a_machine_that_is_not_fit_is_refused_before_anything_is_stored(
