@@ -17,10 +17,11 @@ inline bool converts_tile(const Problem& a, int rows) { return a.dtype != Dtype:
 // Not a multiple of 1 KB, see crowds_sets.
 inline int converted_stride(const Problem& a) { return a.dim() == 512 ? 576 : a.dim(); }
 
-// Few rows wait for memory (one has code of its own with AVX-512): what L1 holds comes from further away only once. 16
-// tokens against 64: 1.1-1.2x at 1 head x 32K in halves, 0-7 % at 2 heads, the same from 4 on (Emerald Rapids and Zen
-// 3, 2026-11-29).
-constexpr int tile_tokens(int rows) { return rows <= W / 2 ? 16 : kTile; }
+// Up to three rows wait for memory (one has code of its own with AVX-512): what L1 holds comes from further away only
+// once. 16 tokens against 64: 1.1-1.2x at 1 head x 32K in halves, 0-7 % at 2 heads, the same from 4 on (Emerald Rapids
+// and Zen 3, 2026-11-29). O goes to memory once a tile: with 4 to 8 rows, 64 tokens are 1.07-1.17x as fast at 2K and
+// 1.01-1.09x at 32K (Xeon of the Skylake kind, 32 KB of L1, 2026-12-01).
+constexpr int tile_tokens(int rows) { return rows < 4 && rows <= W / 2 ? 16 : kTile; }
 
 // A worker's memory, the same for every task of a call.
 struct Scratch {
