@@ -28,7 +28,6 @@ MEMORY_SHARE = 0.25  # of the machine's memory that a ring may take,
 FREE_SHARE = 0.5  # and of what others had left when measuring began: plans need room, too
 CHECKED_TOKENS = 1 << 14  # that differ in a case for the check: the truth of more takes seconds
 FIRST_HEAD_START_S = 40e-6  # a call, before it is known how long the host takes
-LONG_CALL_S = 4e-3  # of a GPU: what delays a chain's start is little of it, and memory is dear
 TRIES = 6  # for the host to get ahead of the GPU, from 0.1 ms to the longest head start
 # Of a graph, before MLX hands it to the GPU. Its own limits would hand out ten or more a chain, and
 # with ten in flight MLX waits for one to end: the host would never get ahead.
@@ -146,7 +145,6 @@ class LiveRunner:
         self.shape = shape
         self._runners, self._seed, self._clock = runners, seed, runners.clock
         self._host_s: dict[Plan, float] = {}  # of queueing a call, where the host was ahead
-        self._call_s: dict[Plan, float] = {}  # of a call, as far as it is known
         self._read: list[mx.array | None] = []
         self._ring: list[cases.Case] = []
         self._at = 0
@@ -161,8 +159,7 @@ class LiveRunner:
     def check(self, plan: Plan) -> Checked:
         """Against float64 on some rows of every row tile; NaN in the slots that nobody may read."""
         if plan not in self._checked:
-            checked = self._checked[plan] = _leaving_room(self._check, plan)
-            self._call_s[plan] = checked.seconds
+            self._checked[plan] = _leaving_room(self._check, plan)
         return self._checked[plan]
 
     def _check(self, plan: Plan) -> Checked:
@@ -199,16 +196,13 @@ class LiveRunner:
         return sorted({0, rows - 1} | some)
 
     def sample(self, plan: Plan, inner: int) -> tuple[float, Plan | None]:
-        seconds = _leaving_room(self._timed, plan, inner) / inner
-        self._call_s[plan] = seconds
+        seconds = _leaving_room(self._timed, plan, inner)
         run = ops.last_run()
-        return seconds, run.executed if run else None
+        return seconds / inner, run.executed if run else None
 
     def _timed(self, plan: Plan, inner: int) -> float:
-        if not self._clock:
-            return self._waited(plan, [self._next() for _ in range(inner)])
-        led = self._call_s.get(plan, 0.0) < LONG_CALL_S
-        return self._queued(plan, [self._next() for _ in range(inner + led)], led)
+        chain = [self._next() for _ in range(inner)]
+        return self._queued(plan, chain) if self._clock else self._waited(plan, chain)
 
     def _waited(self, plan: Plan, chain: Sequence[cases.Case]) -> float:
         """Seconds from the first line of Python to the last result."""
@@ -221,9 +215,8 @@ class LiveRunner:
         mx.eval(out)
         return time.perf_counter() - start
 
-    def _queued(self, plan: Plan, chain: Sequence[cases.Case], led: bool) -> float:
-        """Seconds on the GPU, with all of the chain queued before it began. led: but its first
-        call.
+    def _queued(self, plan: Plan, chain: Sequence[cases.Case]) -> float:
+        """Seconds on the GPU, with all of the chain queued before it began.
 
         Raises:
             LateError: it never was: the host's delays would be in them.
@@ -231,13 +224,11 @@ class LiveRunner:
         assert self._clock
         host_s = self._host_s.get(plan, FIRST_HEAD_START_S) * len(chain)
         for _ in range(TRIES):
-            out, mark = chain[0].q_nope, None
+            out = chain[0].q_nope
             for case in chain:  # an answer is the next query: a graph overlaps what has no edge
                 out, _ = self._call(case, out, plan)
-                if led and mark is None:
-                    mark, out = self._clock.mark(out)
             wait_s = 1.5 * host_s + 1e-4
-            timed = self._clock.time(out, wait_s, mark)
+            timed = self._clock.time(out, wait_s)
             if timed.ahead:
                 self._host_s[plan] = timed.host_s / len(chain)
                 return timed.gpu_s

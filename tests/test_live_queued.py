@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import pytest
 from fakes import make_device
 
-from mla_tuner import live, ops
+from mla_tuner import live
 from mla_tuner.backends.head_start import LONGEST_S, Timed
 from mla_tuner.errors import DeviceError
 from mla_tuner.evidence import LATE
@@ -28,15 +27,10 @@ class Clock:
 
     def __init__(self, host: Callable[[float], float] = lambda wait_s: 1e-5) -> None:
         self.host, self.waits, self.shapes = host, [], []  # type: ignore[var-annotated]
-        self.marks: list[mx.array | None] = []
 
-    def mark(self, result: mx.array) -> tuple[mx.array, mx.array]:
-        return result, result * 1
-
-    def time(self, chain: mx.array, head_start_s: float, mark: mx.array | None = None) -> Timed:
+    def time(self, chain: mx.array, head_start_s: float) -> Timed:
         mx.eval(chain)
         self.waits.append(head_start_s)
-        self.marks.append(mark)
         self.shapes.append((chain.shape, chain.dtype))
         host_s = self.host(head_start_s)
         return Timed(4e-3, host_s, host_s < head_start_s)
@@ -58,44 +52,6 @@ def test_a_sample_is_what_the_clock_says(plan: Plan) -> None:
     assert clock.shapes == [((2, 3, 1, 512), mx.float32)]  # one that has the queries' shape
 
 
-def test_the_first_call_of_a_chain_is_not_timed_but_where_calls_are_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What delays a graph's start would be in it, up to 1 ms for a chain of 0.4 ms."""
-    clock, calls = Clock(), list[mx.array]()
-    runner = runner_with(clock)
-    decode = ops.mla_decode
-
-    def counted(*args: Any, **named: Any) -> Any:
-        calls.append(decode(*args, **named))
-        return calls[-1]
-
-    monkeypatch.setattr(ops, "mla_decode", counted)
-    assert runner.sample(MLX, 8) == (5e-4, MLX)  # of the eight that were timed
-    assert len(calls) == 9
-    assert clock.marks == [calls[0]]
-    calls.clear()
-    runner.sample(MLX, 1)  # it took 0.5 ms a call, so this one, too
-    assert len(calls) == 2
-    calls.clear()
-    runner.sample(MLX, 1)  # the clock said 4 ms
-    assert (len(calls), clock.marks[-1]) == (1, None)
-    calls.clear()
-    runner.sample(ROWS, 1)
-    assert len(calls) == 2  # of another plan nothing is known
-
-
-def test_a_call_that_took_long_in_its_check_is_not_made_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    runner = runner_with(clock)
-    monkeypatch.setattr(runner, "_warm", lambda case, plan, first_s: live.LONG_CALL_S)
-    assert runner.check(MLX).ok
-    runner.sample(MLX, 1)
-    assert clock.marks == [None]
-
-
 def test_the_head_start_follows_from_how_long_the_host_takes() -> None:
     clock = Clock(lambda wait_s: 6e-3)
     runner = runner_with(clock)
@@ -105,7 +61,7 @@ def test_the_head_start_follows_from_how_long_the_host_takes() -> None:
     assert clock.waits == sorted(clock.waits)
     clock.waits.clear()
     runner.sample(MLX, 8)
-    assert clock.waits == [pytest.approx(1.5 * 6e-3 * 9 / 5, rel=0.02)]  # 9 calls, not 5
+    assert clock.waits == [pytest.approx(1.5 * 12e-3, rel=0.02)]  # twice the calls
     clock.waits.clear()
     runner.sample(ROWS, 4)
     assert len(clock.waits) > 1  # another plan may take longer

@@ -39,22 +39,11 @@ class HeadStart:
         self._launch = launch
         self._nothing = mx.zeros((8,), mx.uint16)
 
-    def mark(self, result: mx.array) -> tuple[mx.array, mx.array]:
-        """When a result was there, for `time`, and the same numbers, which are there after that.
-
-        Without data that it hands on, a kernel that is later in a graph could start before it: one
-        that takes all registers of all cores did, and the mark was 75 us late.
-        """
-        times = self._launch(0.0, result.view(mx.uint16))
-        return times, result + times.view(result.dtype)[-1:]
-
-    def time(self, chain: mx.array, head_start_s: float, mark: mx.array | None = None) -> Timed:
+    def time(self, chain: mx.array, head_start_s: float) -> Timed:
         """From the end of a head start to the end of a chain, which nobody has evaluated yet.
 
         head_start_s: at most `LONGEST_S` are waited. chain: its last result. Its own graph follows
-        that of the head start in the same stream, so they need no data in common. mark: from there
-        on the chain is timed instead. The way from one graph to the next takes 8 us, on a restless
-        host up to 1 ms; from a mark on it is some 3 us (one H200, MLX 0.32.4, 2026-12-01).
+        that of the head start in the same stream, so they need no data in common.
         """
         head_start_s = min(head_start_s, LONGEST_S)
         stop = self._launch(0.0, chain.view(mx.uint16))
@@ -63,7 +52,7 @@ class HeadStart:
         _async_eval(start)  # now, in a graph of its own: it waits while the chain is encoded
         _async_eval(stop)
         host_s = perf_counter() - started
-        (ended, _), (_, begun) = _read(stop), _read(start if mark is None else mark)
+        (ended, _), (_, begun) = _read(stop), _read(start)
         return Timed((ended - begun) * 1e-9, host_s, host_s < head_start_s)
 
     def fault(self) -> str:
@@ -115,7 +104,7 @@ def _compiled() -> Launch:
             inputs=[_microseconds(round(wait_s * 1e6)), after],
             grid=(1, 1, 1),
             threadgroup=(1, 1, 1),
-            output_shapes=[(3,)],
+            output_shapes=[(2,)],
             output_dtypes=[mx.uint64],
         )[0]
         return times
