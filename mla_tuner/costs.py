@@ -14,7 +14,7 @@ CALLS = 10  # of MLX's path in a bucket: a check, two search rounds, six of the 
 
 
 class Cost(NamedTuple):
-    """Seconds that a shape took in all, and those of them in which MLX's path ran."""
+    """Seconds that a shape took, see `Costs.add`, and those of them in which MLX's path ran."""
 
     shape: Shape
     seconds: float
@@ -32,8 +32,8 @@ class Costs:
         self._first: Cost | None = None  # by trial
 
     def add(self, shape: Shape, seconds: float, default_s: float) -> None:
-        """seconds: without the compilation of kernels, which is over. default_s: of one call of the
-        baseline, MLX's path.
+        """seconds: without what was compiled once for all. default_s: of one call of the baseline,
+        MLX's path.
         """
         self.known.append(Cost(shape, seconds, min(seconds, CALLS * default_s)))
 

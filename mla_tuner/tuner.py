@@ -187,7 +187,9 @@ def tune(
             return {**found, **clock(device, live.queued())}
 
         compiled: Compiled = live.compiled if live else list
-        run = _Run(store, device, made, seed, tell, compiled)
+        # Elsewhere each duel's process is new, and compiles again.
+        once: Compiled = compiled if device.backend == "cuda" else list
+        run = _Run(store, device, made, seed, tell, once)
         options = {"budget_s": budget_s, "seed": seed, "force": force}
         run.tune(list(dict.fromkeys(buckets)), budget_s, options, state, dispatch)
         run.summary.compiled = compiled()
@@ -211,10 +213,10 @@ class _Run:
         runners: Runners,
         seed: int,
         tell: Callable[[Event], None],
-        compiled: Compiled,
+        compiled_once: Compiled,
     ) -> None:
         self.store, self.device, self.runners, self.seed = store, device, runners, seed
-        self.tell, self.compiled = tell, compiled
+        self.tell, self.compiled_once = tell, compiled_once
         self.backend = backends.get(device.backend)
         self.software = devices.software()
         self.versions = Versions.of(self.backend.digest(), self.software)
@@ -278,7 +280,7 @@ class _Run:
             once_s, search_started = self._compile_s(), self.runners.now()
             row, failure = self._tuned(run, bucket, deadline)
             if row:
-                once_s = self._compile_s() - once_s  # no later bucket pays that again
+                once_s = self._compile_s() - once_s  # of tiles that the next ones find ready
                 seconds = self.runners.now() - search_started - max(0.0, once_s)
                 self.costs.add(bucket.shape, seconds, 1e-6 * row.median_us * row.speedup)
         if row:
@@ -291,7 +293,7 @@ class _Run:
         return self._pass_over(bucket, "the budget ended before its verdict")
 
     def _compile_s(self) -> float:
-        return sum(seconds for _, seconds in self.compiled())
+        return sum(seconds for _, seconds in self.compiled_once())
 
     def _revalidated(self, run: int, old: Row, deadline: float) -> Row | None:
         """The winner of other versions, if it still wins; None: it must be found anew."""

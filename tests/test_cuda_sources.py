@@ -15,7 +15,7 @@ from mla_tuner.backends import Call, cuda_tiles, next_ticket
 from mla_tuner.backends.cuda import CudaBackend
 from mla_tuner.cases import make_case
 from mla_tuner.plan import Plan
-from mla_tuner.shapes import DEEPSEEK, GEOMETRIES, LAYOUTS, Shape
+from mla_tuner.shapes import DEEPSEEK, DTYPES, GEOMETRIES, LAYOUTS, Shape
 from tools.nvrtc import Compiled, Kernel, Nvrtc, find, recorded
 
 HALVES = ("bfloat16", "float16")
@@ -91,6 +91,21 @@ def compiled(compiler: Nvrtc) -> dict[tuple[str, str], tuple[Kernel, Compiled | 
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(compile_one, work.items()))
     return {key: (work[key], result) for key, result in zip(work, results, strict=True)}
+
+
+def test_kernels_of_one_name_have_one_text() -> None:
+    """They are kept by name."""
+    texts: dict[str, str] = {}
+    for name, *kind in product(cuda_tiles.TILES, DTYPES, GEOMETRIES, LAYOUTS):
+        dtype, geometry, layout = kind
+        shape = Shape(100, 1, 16, dtype, geometry, 1, layout)
+        if cuda_tiles.refusal(name, shape, 90) is not None:
+            continue
+        for plan, want_lse in product((Plan("single", 1, name), Plan("split", 2, name)), (0, 1)):
+            for kernel in kernels(name, shape, plan, bool(want_lse)):
+                assert texts.setdefault(kernel.name, kernel.text) == kernel.text
+                assert kernel.name.isidentifier()
+    assert len(texts) > 150
 
 
 def test_every_text_compiles(

@@ -354,10 +354,13 @@ def test_on_a_gpu_the_run_says_by_which_clock_and_the_summary_what_was_compiled(
     assert run_row(store)["conditions"] == {"load_1m": 0.1}
 
 
-def test_what_the_first_bucket_compiled_is_not_reckoned_for_the_next(
-    store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("backend", "again"), [("cuda", False), ("metal", True)])
+def test_what_is_compiled_once_for_all_is_not_reckoned_for_the_next_bucket(
+    store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch, backend: str, again: bool
 ) -> None:
-    """A budget of a minute passed over all but the first bucket, whose kernels had taken half."""
+    """A budget of a minute passed over all but the first bucket, whose kernels had taken half.
+    Where each duel has a new process, each bucket compiles.
+    """
     monkeypatch.setattr(tuner, "settle", lambda device, **options: {})
     check = FakeRunner.check
 
@@ -369,11 +372,11 @@ def test_what_the_first_bucket_compiled_is_not_reckoned_for_the_next(
 
     monkeypatch.setattr(FakeRunner, "check", compiles)
     events: list[Event] = []
-    tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, progress=events.append)
+    tune(store, make_device(132, backend), BUCKETS[:2], budget_s=1e4, progress=events.append)
     estimates = [event.estimate_s for event in events if isinstance(event, BucketStarted)]
     done = [event.seconds for event in events if isinstance(event, BucketTuned)]
     assert done[0] > 30.0 > 2 * done[1]
-    assert estimates[1] < 15.0
+    assert (estimates[1] > 30.0) is again
 
 
 def test_a_machine_that_is_not_fit_is_refused_before_anything_is_stored(
