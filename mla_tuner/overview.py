@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from .errors import DeviceError, StoreError
 from .plan import Plan
 from .shapes import Shape
 from .store import exists
-from .table import read_rows
+from .table import Row, rows_of
 
 USUAL_HEADS = (1, 2, 4, 8, 16, 128)  # of a device: few where a model is spread over many
 VARIABLES = ("MLA_TUNER", "MLA_TUNER_DB", "MLA_TUNER_FROZEN", "MLA_TUNER_THREADS")
@@ -115,15 +116,20 @@ def native() -> Any:
 def db_facts(path: Path, here: Device, backend: Backend) -> dict[str, object]:
     """State of a database for a device; the file is only read, and need not exist.
 
-    `problem`: what else than a file is there, or why nobody may look. `plans` counts tuned buckets
-    that hold here, `other_mlx` those of another MLX, OS or driver that `verify` can make hold, and
-    `other_kernel` those that must be tuned anew.
+    `problem`: what else than a database is there, or why nobody may look. `plans` counts tuned
+    buckets that hold here, `other_mlx` those of another MLX, OS or driver that `verify` can make
+    hold, and `other_kernel` those that must be tuned anew.
     """
     try:
         there, problem = exists(path), ""
     except StoreError as error:
         there, problem = False, str(error)
-    rows = read_rows(path, here) if there else []
+    rows: list[Row] = []
+    if there:
+        try:
+            rows = rows_of(path, here)
+        except (sqlite3.Error, OSError, ValueError) as error:
+            problem = f"{path} is not used: {error}"
     ours = [row for row in rows if row.kernel == backend.digest()]
     versions = backend.digest(), MLX_VERSION, device.system_version()
     plans = {row.bucket for row in ours if row.counts(*versions)}

@@ -57,8 +57,10 @@ __all__ = [
 ]
 
 SCHEMA_NAME = "schema.json"
-# What could tell whose machine it was.
-_PRIVATE = re.compile(r"(^|[\s\"'=])(~|/|[A-Za-z]:\\)|/(home|root|Users|tmp|mnt|work)\b|\\|@")
+# What could tell whose machine it was. A CPU "@ 2.60GHz" doesn't.
+_PRIVATE = re.compile(
+    r"(^|[\s\"'=])(~|/|[A-Za-z]:\\)|/(home|root|Users|tmp|mnt|work)\b|\\|@(?!\s?[\d.]+\s?[GM]Hz\b)"
+)
 
 
 # --- files ---------------------------------------------------------------------------------------

@@ -100,13 +100,18 @@ def read_rows(path: Path, device: Device) -> list[Row]:
     Empty, with one log line, where the file can't be used.
     """
     try:
-        with closing(_opened(path)) as connection:
-            return _select(connection, device.key)
+        return rows_of(path, device)
     except (FileNotFoundError, NotADirectoryError):
         log.warning("no tuning table at %s: run `mla-tune`; the gates decide", path)
     except (sqlite3.Error, OSError, ValueError) as error:
         log.warning("tuning table %s is not used (%s): the gates decide", path, error)
     return []
+
+
+def rows_of(path: Path, device: Device) -> list[Row]:
+    """The same. Raises OSError, sqlite3.Error or ValueError where the file can't be used."""
+    with closing(_opened(path)) as connection:
+        return _select(connection, device.key)
 
 
 def read_imported(

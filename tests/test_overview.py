@@ -76,7 +76,9 @@ def test_database_states(tmp_path: Path) -> None:
     found = overview.db_facts(path, device, backend)
     assert (found["plans"], found["other_mlx"], found["other_kernel"]) == (2, 1, 1)
     path.write_bytes(b"no database" * 999)
-    assert overview.db_facts(path, device, backend)["plans"] == 0
+    spoilt = overview.db_facts(path, device, backend)
+    assert (spoilt["plans"], spoilt["exists"]) == (0, True)
+    assert str(spoilt["problem"]).endswith("is not used: file is not a database")
     folder = overview.db_facts(tmp_path, device, backend)
     assert folder["exists"] is False
     assert str(folder["problem"]).endswith("it is a folder")

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,19 @@ def test_a_token_is_given_once(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("two words")
     assert "that is no token" in error("share", "push", url, "--token-file", str(tmp_path / "t"))
     assert "that is no token" in error("share", "push", url, "--token", "x\r\nHost: y")
+
+
+def test_a_table_that_may_not_be_shared_keeps_all_from_being_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[object] = []
+    monkeypatch.setattr(client, "send", lambda *what, **how: sent.append(what))
+    mine = replace(CPU, family="x86_64-zzz", architecture="x86_64-zzz", name="box of me@home")
+    db = fill(_database(), (1024,))
+    fill(db, (1024,), device=mine)
+    said = error("share", "push", "http://127.0.0.1:9", "--token", "x", "--db", str(db))
+    assert "a path, an address" in said
+    assert sent == []
 
 
 def test_nothing_to_push_is_said(tmp_path: Path) -> None:

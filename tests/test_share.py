@@ -22,6 +22,7 @@ from share_tables import (
     fill,
     start,
     table,
+    table_of,
 )
 
 from mla_tuner import backends, family, share
@@ -268,6 +269,25 @@ def test_a_device_that_lies_is_found(table: Path, field: str, value: Any, fault:
     data = json.loads(table.read_text())
     data["devices"][0][field] = value
     assert fault in " ".join(faults_of(table, data))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Intel(R) Xeon(R) Processor @ 2.00GHz",
+        "Intel(R) Core(TM) i7-9750H CPU @ 2.60GHz",
+        "Pentium(R) III CPU @ 800 MHz",
+        "AMD Ryzen 7 PRO 4750U with Radeon Graphics",
+        "AMD EPYC 7B13",
+        "Apple M3 Max",
+    ],
+)
+def test_what_chips_are_called_tells_nothing_of_their_owner(tmp_path: Path, name: str) -> None:
+    """No CPU of Intel's that names its clock could be shared."""
+    device = replace(H200, name=name)
+    found = table_of(tmp_path / "t.db", duel(Shape(32768, 1, 16), SPLIT), device=device)
+    written = share.write(found, tmp_path / "nvidia-sm90.json")
+    assert share.read(written).devices[0].name == name
 
 
 def test_provenance_is_needed_and_can_not_be_changed(table: Path) -> None:

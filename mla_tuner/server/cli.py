@@ -114,10 +114,13 @@ def push(
         raise click.UsageError("give --token or --token-file")
     secret = token if token_file is None else _token(token_file)
     with Store(database(db), create=False) as store:
-        tables = share.tables(store)
+        texts = {table.family: share.render(table) for table in share.tables(store)}
+    for family, text in texts.items():  # before the first one is sent
+        for problem in share.faults(text, Path(f"{family}.json")):
+            raise ShareError(problem)
     sent = {
-        table.family: client.send(server, share.render(table), secret or "", timeout_s=timeout)
-        for table in tables
+        family: client.send(server, text, secret or "", timeout_s=timeout)
+        for family, text in texts.items()
     }
     lines = [f"{family}: {n['new']} new, {n['known']} known there" for family, n in sent.items()]
     show({"server": server, "families": sent}, lines, as_json)
