@@ -325,7 +325,11 @@ class IsolatedRunners:
 
     def compiled(self) -> list[tuple[str, float]]:
         """Names of the kernels that were compiled, and seconds; without those of crashed ones."""
-        return [*self._compiled, *_compiled(self._worker), *_compiled(self._duels)]
+        return [*self._compiled, *self.ready()]
+
+    def ready(self) -> list[tuple[str, float]]:
+        """Those of them that a process which still lives has: no later bucket compiles them."""
+        return [*_compiled(self._worker), *_compiled(self._duels)]
 
     def now(self) -> float:
         return time.perf_counter()

@@ -50,6 +50,7 @@ __all__ = [
     "read",
     "render",
     "schema",
+    "sound",
     "tables",
     "undo",
     "write",
@@ -96,10 +97,15 @@ def write(table: SharedTable, path: Path) -> Path:
     Raises:
         ShareError: it can't be written, or it would not pass `check`.
     """
-    problems = faults(text := render(table), path.with_name(f"{table.family}.json"))
+    return _write(path, sound(table))
+
+
+def sound(table: SharedTable) -> str:
+    """The text of a table for others. Raises ShareError: it would not pass `check`."""
+    problems = faults(text := render(table), Path(f"{table.family}.json"))
     if problems:
         raise ShareError(problems[0])
-    return _write(path, text)
+    return text
 
 
 def _write(path: Path, text: str) -> Path:

@@ -27,7 +27,6 @@ from .table import Row
 
 PLAYERS = 5  # the best of all groups, which meet in one race more
 SEARCH_SHARE = 0.6  # of the time left may go to the search; the final duel needs the rest
-Compiled = Callable[[], list[tuple[str, float]]]  # kernels so far, and the seconds of each
 SIGN_OF_LIFE = Shape(64, 1, 1, "float32")  # what any device can run, if anything
 DISTURBED = 1.5  # times of the search and the duel apart: something else was in the samples
 
@@ -186,13 +185,10 @@ def tune(
             found = settle(device, force=force, tell=lambda reason: tell(Waiting(reason)))
             return {**found, **clock(device, live.queued())}
 
-        compiled: Compiled = live.compiled if live else list
-        # Elsewhere each duel's process is new, and compiles again.
-        once: Compiled = compiled if device.backend == "cuda" else list
-        run = _Run(store, device, made, seed, tell, once)
+        run = _Run(store, device, made, seed, tell, live.ready if live else list)
         options = {"budget_s": budget_s, "seed": seed, "force": force}
         run.tune(list(dict.fromkeys(buckets)), budget_s, options, state, dispatch)
-        run.summary.compiled = compiled()
+        run.summary.compiled = live.compiled() if live else []
     summary = run.summary
     if summary.not_reached and not (summary.tuned or summary.skipped_known or summary.failed):
         bucket, reason = summary.not_reached[0]
@@ -213,10 +209,10 @@ class _Run:
         runners: Runners,
         seed: int,
         tell: Callable[[Event], None],
-        compiled_once: Compiled,
+        ready: Callable[[], list[tuple[str, float]]],
     ) -> None:
         self.store, self.device, self.runners, self.seed = store, device, runners, seed
-        self.tell, self.compiled_once = tell, compiled_once
+        self.tell, self.ready = tell, ready
         self.backend = backends.get(device.backend)
         self.software = devices.software()
         self.versions = Versions.of(self.backend.digest(), self.software)
@@ -277,11 +273,11 @@ class _Run:
         row = self._revalidated(run, old, deadline) if old else None
         failure = None
         if row is None:
-            once_s, search_started = self._compile_s(), self.runners.now()
+            ready_s, search_started = self._ready_s(), self.runners.now()
             row, failure = self._tuned(run, bucket, deadline)
             if row:
-                once_s = self._compile_s() - once_s  # of tiles that the next ones find ready
-                seconds = self.runners.now() - search_started - max(0.0, once_s)
+                once_s = max(0.0, self._ready_s() - ready_s)  # less: a process has died
+                seconds = self.runners.now() - search_started - once_s
                 self.costs.add(bucket.shape, seconds, 1e-6 * row.median_us * row.speedup)
         if row:
             self.summary.tuned.append(row)
@@ -292,8 +288,9 @@ class _Run:
             return self._fail(bucket, failure)
         return self._pass_over(bucket, "the budget ended before its verdict")
 
-    def _compile_s(self) -> float:
-        return sum(seconds for _, seconds in self.compiled_once())
+    def _ready_s(self) -> float:
+        """Seconds that the compilation of kernels took which later buckets find ready."""
+        return sum(seconds for _, seconds in self.ready())
 
     def _revalidated(self, run: int, old: Row, deadline: float) -> Row | None:
         """The winner of other versions, if it still wins; None: it must be found anew."""

@@ -114,6 +114,7 @@ class FakeRunners:
     made: list[Shape] = field(default_factory=list)
     duels: list[Shape] = field(default_factory=list)
     kernels: list[tuple[str, float]] = field(default_factory=list)
+    kept: bool = True  # kernels, from one bucket to the next
 
     def __call__(self, shape: Shape, seed: int) -> FakeRunner:
         self.made.append(shape)
@@ -137,6 +138,9 @@ class FakeRunners:
 
     def compiled(self) -> list[tuple[str, float]]:
         return self.kernels
+
+    def ready(self) -> list[tuple[str, float]]:
+        return self.kernels if self.kept else []
 
     def __enter__(self) -> FakeRunners:
         return self

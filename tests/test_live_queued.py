@@ -134,6 +134,7 @@ def test_duels_on_cuda_share_a_process_that_is_not_the_search(gpu: IsolatedRunne
         assert len(set(found)) == 1
         assert search not in (found[0], float(os.getpid()))
         assert gpu.compiled() == [("mla_small", 1.5)] * 2
+        assert gpu.ready() == gpu.compiled()
     assert gpu.compiled() == []
 
 
@@ -180,6 +181,7 @@ def test_elsewhere_each_duel_has_its_own_process_and_its_kernels_are_counted(
                 pids.add(runner.sample(MLX, 1)[0])
         assert len(pids) == 2
         assert runners.compiled() == [("mla_small", 1.5)] * 2
+        assert runners.ready() == []  # their processes have ended
 
 
 def test_a_process_that_cannot_start_measures_no_gpu_time(monkeypatch: pytest.MonkeyPatch) -> None:

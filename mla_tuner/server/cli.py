@@ -114,11 +114,8 @@ def push(
         raise click.UsageError("give --token or --token-file")
     secret = token if token_file is None else _token(token_file)
     with Store(database(db), create=False) as store:
-        texts = {table.family: share.render(table) for table in share.tables(store)}
-    for family, text in texts.items():  # before the first one is sent
-        for problem in share.faults(text, Path(f"{family}.json")):
-            raise ShareError(problem)
-    sent = {
+        texts = {table.family: share.sound(table) for table in share.tables(store)}
+    sent = {  # once all are known to be sound
         family: client.send(server, text, secret or "", timeout_s=timeout)
         for family, text in texts.items()
     }
