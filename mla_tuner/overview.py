@@ -116,9 +116,9 @@ def native() -> Any:
 def db_facts(path: Path, here: Device, backend: Backend) -> dict[str, object]:
     """State of a database for a device; the file is only read, and need not exist.
 
-    `problem`: what else than a database is there, or why nobody may look. `plans` counts tuned
-    buckets that hold here, `other_mlx` those of another MLX, OS or driver that `verify` can make
-    hold, and `other_kernel` those that must be tuned anew.
+    `problem`: why it can't be used; the counts are 0 then. `plans` counts tuned buckets that hold
+    here, `other_mlx` those of another MLX, OS or driver that `verify` can make hold, and
+    `other_kernel` those that must be tuned anew.
     """
     try:
         there, problem = exists(path), ""

@@ -58,9 +58,10 @@ __all__ = [
 ]
 
 SCHEMA_NAME = "schema.json"
-# What could tell whose machine it was. A CPU "@ 2.60GHz" doesn't.
+# What could tell whose machine it was. A CPU "@ 2.60GHz" doesn't, nor one that ends with "0000%@".
 _PRIVATE = re.compile(
-    r"(^|[\s\"'=])(~|/|[A-Za-z]:\\)|/(home|root|Users|tmp|mnt|work)\b|\\|@(?!\s?[\d.]+\s?[GM]Hz\b)"
+    r"(^|[\s\"'=])(~|/|[A-Za-z]:\\)|/(home|root|Users|tmp|mnt|work)\b|\\"
+    r"|@(?!\s?\d+(\.\d+)?\+?\s?[GM]Hz(\s|\Z)|\s*\Z)"
 )
 
 
@@ -81,7 +82,8 @@ def export(store: Store, folder: Path) -> list[Path]:
                 f"{path} holds evidence that {store.path} lacks: "
                 "`mla-tune share contribute` adds to it, --folder names another place"
             )
-    written = [write(table, path) for path, table in found.items()]
+    texts = {path: sound(table) for path, table in found.items()}  # all, before one is written
+    written = [_write(path, text) for path, text in texts.items()]
     write_schema(folder)
     return written
 
