@@ -10,8 +10,12 @@ import pytest
 from launches import raising
 
 from mla_tuner.backends import head_start as module
-from mla_tuner.backends.head_start import LONGEST_S, HeadStart, head_start
+from mla_tuner.backends.head_start import LONGEST_S, HeadStart, Stamp, head_start
 from tools.nvrtc import Compiled, Nvrtc, find, recorded
+
+
+def stamp(began_s: float, ended_s: float) -> Stamp:
+    return Stamp(*[mx.array([round(each * 1e9)], mx.uint64) for each in (began_s, ended_s)])
 
 
 class Gpu:
@@ -21,24 +25,23 @@ class Gpu:
         self.now_s, self.late_s = 1.0, late_s
         self.waits: list[float] = []
 
-    def __call__(self, wait_s: float, after: mx.array) -> mx.array:
+    def __call__(self, wait_s: float, after: mx.array) -> Stamp:
         assert after.dtype == mx.uint16
         self.waits.append(wait_s)
-        return self.times(wait_s)
+        return self.stamp(wait_s)
 
-    def times(self, wait_s: float) -> mx.array:
-        began, self.now_s = self.now_s, self.now_s + wait_s + self.late_s
-        ended = self.now_s
-        self.now_s += 1.0
-        return mx.array([round(began * 1e9), round(ended * 1e9)], mx.uint64)
+    def stamp(self, wait_s: float) -> Stamp:
+        began_s, ended_s = self.now_s, self.now_s + wait_s + self.late_s
+        self.now_s = ended_s + 1.0
+        return stamp(began_s, ended_s)
 
 
 class Queue(Gpu):
     """The head start is launched last, and comes first."""
 
-    def times(self, wait_s: float) -> mx.array:
+    def stamp(self, wait_s: float) -> Stamp:
         began_s = {0.0: 5.0}.get(wait_s, 2.0)
-        return mx.array([round(began_s * 1e9), round((began_s + wait_s) * 1e9)], mx.uint64)
+        return stamp(began_s, began_s + wait_s)
 
 
 @pytest.fixture
@@ -52,8 +55,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("ticks")
 def test_time_counts_from_the_end_of_the_head_start_to_the_end_of_the_chain() -> None:
     gpu = Queue()
-    chain = mx.zeros((2, 3), mx.bfloat16)
-    timed = HeadStart(gpu).time(chain, 0.02)
+    timed = HeadStart(gpu).time(mx.zeros((2, 3), mx.bfloat16), 0.02)
     assert timed.gpu_s == pytest.approx(5.0 - 2.02)
     assert gpu.waits == [0.0, 0.02]
     assert timed.host_s == pytest.approx(0.01)
@@ -134,6 +136,20 @@ def test_the_text_bounds_the_wait_by_two_clocks() -> None:
     text = launched(1e-3).text
     assert f"longest_us={LONGEST_S * 1e6:.0f};" in text
     assert "clock64()-cycle<longest_cycles" in text
+
+
+def test_the_clock_is_read_before_all_memory() -> None:
+    """A page that has to come from the host would be waited for first, and timed."""
+    text = launched(0.0).text
+    read = text.index("globaltimer")
+    assert all(text.index(each) > read for each in ("wait_us[0]", "began[0]", "ended[0]"))
+
+
+def test_the_host_reads_arrays_of_8_bytes_alone() -> None:
+    """MLX moves larger ones to the host, and the GPU has to fetch their memory again, by faults."""
+    with recorded():
+        stamped = module._compiled()(0.0, mx.zeros((8,), mx.uint16))
+    assert [each.nbytes for each in stamped] == [8, 8]
 
 
 def test_the_text_compiles() -> None:

@@ -20,7 +20,6 @@ LONGEST_S = 0.05  # that the kernel waits; the text has the same bound
 _TICK_S = 20e-6  # that it may be late or early, much more than such clocks are
 _CHECKED_S = 1e-3
 
-Launch = Callable[[float, mx.array], mx.array]
 _async_eval: Any = mx.async_eval  # MLX's stubs give it no types
 
 
@@ -30,6 +29,21 @@ class Timed(NamedTuple):
     gpu_s: float
     host_s: float
     ahead: bool
+
+
+class Stamp(NamedTuple):
+    """When the kernel began and ended by the GPU's clock: nanoseconds, uint64 `[1]` each.
+
+    MLX keeps arrays of 8 bytes where host and GPU both reach them. A larger one moves to the host
+    when the host reads it, and its memory comes back to the GPU by page faults, 0.1 to 1 ms each,
+    which were in the time of chains (one H200, MLX 0.32.4, 2026-12-01).
+    """
+
+    began: mx.array
+    ended: mx.array
+
+
+Launch = Callable[[float, mx.array], Stamp]
 
 
 class HeadStart:
@@ -43,34 +57,35 @@ class HeadStart:
         """From the end of a head start to the end of a chain, which nobody has evaluated yet.
 
         head_start_s: at most `LONGEST_S` are waited. chain: its last result. Its own graph follows
-        that of the head start in the same stream, so they need no data in common.
+        that of the head start in the same stream, so they need no data in common; the way from the
+        one to the other, 6 to 8 us, is in the chain's time.
         """
         head_start_s = min(head_start_s, LONGEST_S)
         stop = self._launch(0.0, chain.view(mx.uint16))
         started = perf_counter()
         start = self._launch(head_start_s, self._nothing)
-        _async_eval(start)  # now, in a graph of its own: it waits while the chain is encoded
-        _async_eval(stop)
+        _async_eval(start.ended)  # now, in a graph of its own: it waits while the chain is encoded
+        _async_eval(stop.began)
         host_s = perf_counter() - started
-        (ended, _), (_, begun) = _read(stop), _read(start)
-        return Timed((ended - begun) * 1e-9, host_s, host_s < head_start_s)
+        gpu_ns = _read(stop.began) - _read(start.ended)
+        return Timed(gpu_ns * 1e-9, host_s, host_s < head_start_s)
 
     def fault(self) -> str:
         """What is wrong with the clock here; "" where a wait takes as long as it was asked for."""
         mx.eval(self._nothing)
-        mx.eval(self._launch(0.0, self._nothing))  # compiles
+        mx.eval(self._launch(0.0, self._nothing).ended)  # compiles
         started = perf_counter()
-        began, ended = _read(self._launch(_CHECKED_S, self._nothing))
-        outside_s, inside_s = perf_counter() - started, (ended - began) * 1e-9
+        waited = self._launch(_CHECKED_S, self._nothing)
+        inside_s = (_read(waited.ended) - _read(waited.began)) * 1e-9
+        outside_s = perf_counter() - started
         if _CHECKED_S - _TICK_S <= inside_s <= outside_s + _TICK_S:
             return ""
         return f"{_CHECKED_S:g} s are {inside_s:.3g} s by the GPU, {outside_s:.3g} s by the host"
 
 
-def _read(times: mx.array) -> tuple[int, int]:
-    """Nanoseconds at which the kernel began and ended."""
-    numbers: Any = times.tolist()
-    return numbers[0], numbers[1]
+def _read(nanoseconds: mx.array) -> int:
+    found: Any = nanoseconds.item()
+    return found  # type: ignore[no-any-return]
 
 
 def head_start(backend: str) -> HeadStart | None:
@@ -92,22 +107,23 @@ def _compiled() -> Launch:
     kernel: Any = mx.fast.cuda_kernel(
         name="mla_head_start",
         input_names=("wait_us", "after"),
-        output_names=("times",),
+        output_names=("began", "ended"),
         header="",
         source=text((), "cuda/head_start.body.cu").body,
         ensure_row_contiguous=False,
         shared_memory=0,
     )
 
-    def launch(wait_s: float, after: mx.array) -> mx.array:
-        times: mx.array = kernel(
-            inputs=[_microseconds(round(wait_s * 1e6)), after],
-            grid=(1, 1, 1),
-            threadgroup=(1, 1, 1),
-            output_shapes=[(2,)],
-            output_dtypes=[mx.uint64],
-        )[0]
-        return times
+    def launch(wait_s: float, after: mx.array) -> Stamp:
+        return Stamp(
+            *kernel(
+                inputs=[_microseconds(round(wait_s * 1e6)), after],
+                grid=(1, 1, 1),
+                threadgroup=(1, 1, 1),
+                output_shapes=[(1,), (1,)],
+                output_dtypes=[mx.uint64] * 2,
+            )
+        )
 
     return launch
 
