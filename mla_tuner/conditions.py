@@ -26,6 +26,7 @@ def settle(
     device: Device,
     *,
     force: bool = False,
+    patience_s: float = PATIENCE_S,
     system: System = SYSTEM,
     sleep: Callable[[float], None] = time.sleep,
     tell: Callable[[str], None] = lambda reason: None,
@@ -37,7 +38,7 @@ def settle(
     read is no reason. With `force` there is no wait.
 
     Raises:
-        BusyError: it was not fit within PATIENCE_S, and is not forced.
+        BusyError: it was not fit within `patience_s`, and is not forced.
     """
     waited = 0.0
     while True:
@@ -49,9 +50,9 @@ def settle(
         if _throttled(system) > before:
             found["throttled"] = True
         reason = objection(found, device, system.usable_cpus())
-        if reason and not force and waited < PATIENCE_S:
+        if reason and not force and waited + 2 * WINDOW_S <= patience_s:
             if not waited:
-                tell(f"waiting up to {PATIENCE_S:.0f} s: {reason}")
+                tell(f"waiting up to {patience_s:.0f} s: {reason}")
             sleep(WINDOW_S)
             waited += 2 * WINDOW_S
             continue

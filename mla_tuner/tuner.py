@@ -11,7 +11,7 @@ from itertools import count, product
 from . import backends, recheck
 from . import device as devices
 from .candidates import candidates
-from .conditions import clock, settle
+from .conditions import PATIENCE_S, WINDOW_S, clock, settle
 from .costs import Costs
 from .device import Device
 from .errors import BudgetError, DeviceError
@@ -180,9 +180,15 @@ def tune(
         assert made
 
         def state() -> dict[str, object]:
-            if live is None or budget_s <= 0:  # this machine is not what is timed
+            # Another is timed than this machine, or the look at it alone would take the budget.
+            if live is None or budget_s <= WINDOW_S:
                 return {}
-            found = settle(device, force=force, tell=lambda reason: tell(Waiting(reason)))
+            found = settle(
+                device,
+                force=force,
+                patience_s=min(PATIENCE_S, budget_s),
+                tell=lambda reason: tell(Waiting(reason)),
+            )
             return {**found, **clock(device, live.queued())}
 
         run = _Run(store, device, made, seed, tell, live.ready if live else list)
@@ -252,8 +258,9 @@ class _Run:
             return deadline - self.runners.now()
 
         def work(bucket: Bucket) -> Outcome:
-            number, old, left_s = next(numbers), before.get(bucket), left()
-            estimate = self._estimate(bucket, old) if left_s > 0 else 0.0
+            number, old = next(numbers), before.get(bucket)
+            estimate = self._estimate(bucket, old) if left() > 0 else 0.0
+            left_s = left()  # the first estimate takes some of it
             if left_s <= 0:
                 return self._pass_over(bucket, "the budget was used up")
             if estimate > left_s:

@@ -168,6 +168,14 @@ def test_a_busy_machine_is_refused_in_one_line(busy) -> None:
     assert PATIENCE_S <= sum(sleeps) <= PATIENCE_S + 2 * WINDOW_S
 
 
+@pytest.mark.parametrize(("patience_s", "waited_s"), [(0.1, 0.0), (1.5, 1.0), (3.0, 3.0)])
+def test_who_has_less_time_waits_no_longer(busy, patience_s: float, waited_s: float) -> None:
+    system, sleep, sleeps = busy(3.0)
+    with pytest.raises(BusyError):
+        settle(CPU, patience_s=patience_s, system=system, sleep=sleep)
+    assert sum(sleeps) == waited_s + WINDOW_S
+
+
 def test_force_goes_on_at_once_and_is_recorded(busy) -> None:
     system, sleep, sleeps = busy(3.0)
     found = settle(CPU, force=True, system=system, sleep=sleep)

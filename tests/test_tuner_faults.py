@@ -7,7 +7,7 @@ import math
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 from fakes import FakeRunner, FakeRunners, make_device
 
 from mla_tuner import tuner
+from mla_tuner.conditions import PATIENCE_S
 from mla_tuner.errors import BudgetError, BusyError, DeviceError
 from mla_tuner.evidence import LATE
 from mla_tuner.measure import Checked, LateError
@@ -327,7 +328,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> FakeRunners:
 def test_the_state_of_the_machine_and_force_are_stored_with_the_run(
     store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def settle(device, *, force, tell):
+    def settle(device, *, force, patience_s, tell):
         tell("waiting up to 10 s: low-power mode is on")
         return {"low_power_mode": True, "forced": "low-power mode is on"} if force else {}
 
@@ -391,10 +392,28 @@ def test_a_machine_that_is_not_fit_is_refused_before_anything_is_stored(
         tune(store, DEVICE, BUCKETS, budget_s=1e4)
     assert store.check()["rows"]["run"] == 0
     assert live.made == []
-    with pytest.raises(BudgetError):  # nothing will be timed: nothing to be fit for
-        tune(store, DEVICE, BUCKETS, budget_s=0.0)
+    for budget_s in (0.0, 0.01):  # nothing will be timed: nothing to be fit for
+        with pytest.raises(BudgetError):
+            tune(store, DEVICE, BUCKETS, budget_s=budget_s)
     tune(store, DEVICE, BUCKETS, budget_s=1e4, runners=FakeRunners(truth))
     tune(store, DEVICE, BUCKETS, budget_s=1e4)  # all are tuned
+
+
+def test_the_machine_is_waited_for_within_the_budget(
+    store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget of a second waited ten, to say that it was too small."""
+    asked: list[float] = []
+
+    def settle(device, *, patience_s, **options):
+        asked.append(patience_s)
+        return {}
+
+    monkeypatch.setattr(tuner, "settle", settle)
+    for budget_s in (2.0, 1e4):
+        with suppress(BudgetError):
+            tune(store, DEVICE, BUCKETS, budget_s=budget_s)
+    assert asked == [2.0, PATIENCE_S]
 
 
 def test_dropped_rounds_are_counted_over_the_run(store: Store) -> None:
