@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .measure import Runners
+from .measure import DUEL, SEARCH, Runners
 from .plan import MLX
 from .shapes import Shape
 
 TRIAL_CONTEXT = 1024  # tokens of the trial that tells how fast `mlx` is before anything is tuned
+SAMPLED_S = SEARCH.seconds + DUEL.seconds  # of a bucket, at most, where calls are short
 CALLS = 10  # of MLX's path in a bucket: a check, two search rounds, six of the duel, slack
 
 

@@ -12,7 +12,7 @@ from . import backends, recheck
 from . import device as devices
 from .candidates import candidates
 from .conditions import PATIENCE_S, WINDOW_S, clock, settle
-from .costs import Costs
+from .costs import SAMPLED_S, Costs
 from .device import Device
 from .errors import BudgetError, DeviceError
 from .evidence import FAILED, Measurement, baseline, finalist
@@ -200,7 +200,7 @@ def tune(
         bucket, reason = summary.not_reached[0]
         raise BudgetError(
             f"a budget of {budget_s:.3g} s is too small for a single bucket ({bucket}: {reason}): "
-            "give a longer --budget, or smaller shapes"
+            f"give --budget {math.ceil(run.enough_s)}s or more, or smaller shapes"
         )
     return summary
 
@@ -224,6 +224,8 @@ class _Run:
         self.versions = Versions.of(self.backend.digest(), self.software)
         self.summary = Summary()
         self.costs = Costs(runners)
+        self.started = runners.now()
+        self.enough_s = 0.0  # a budget for the first bucket that was not reached
 
     def tune(
         self,
@@ -234,8 +236,7 @@ class _Run:
         dispatch: Callable[[Sequence[Bucket], Work, Clock], None],
     ) -> None:
         """`state` gives the conditions for the record, or refuses them."""
-        started = self.runners.now()
-        deadline = started + budget_s
+        deadline = self.started + budget_s
         counting = self.store.tuned(self.device, *astuple(self.versions))
         known = {row.bucket: row for row in counting}
         self.summary.skipped_known = [bucket for bucket in buckets if bucket in known]
@@ -261,16 +262,17 @@ class _Run:
             number, old = next(numbers), before.get(bucket)
             estimate = self._estimate(bucket, old) if left() > 0 else 0.0
             left_s = left()  # the first estimate takes some of it
+            enough_s = budget_s - left_s + estimate + SAMPLED_S
             if left_s <= 0:
-                return self._pass_over(bucket, "the budget was used up")
+                return self._pass_over(bucket, "the budget was used up", enough_s)
             if estimate > left_s:
                 reason = f"needs about {estimate:.0f} s, {left_s:.0f} s are left"
-                return self._pass_over(bucket, reason)
+                return self._pass_over(bucket, reason, enough_s)
             self.tell(BucketStarted(bucket, number, len(wanted), estimate))
             return self._bucket(run, bucket, old, deadline)
 
         dispatch(wanted, work, left)
-        self.summary.seconds = self.runners.now() - started
+        self.summary.seconds = self.runners.now() - self.started
 
     def _estimate(self, bucket: Bucket, old: Row | None) -> float:
         return recheck.seconds(old) if old else self.costs.estimate(bucket.shape)
@@ -293,7 +295,9 @@ class _Run:
             return tuned
         if failure:
             return self._fail(bucket, failure)
-        return self._pass_over(bucket, "the budget ended before its verdict")
+        reason, budget_s = "the budget ended before its verdict", deadline - self.started
+        # It takes longer than was reckoned, and nobody knows by how much.
+        return self._pass_over(bucket, reason, budget_s + max(budget_s, SAMPLED_S))
 
     def _ready_s(self) -> float:
         """Seconds that the compilation of kernels took which later buckets find ready."""
@@ -374,8 +378,9 @@ class _Run:
             return one_line(error)
         return None if math.isfinite(seconds) and seconds > 0 else f"the clock gave {seconds} s"
 
-    def _pass_over(self, bucket: Bucket, reason: str) -> BucketSkipped:
+    def _pass_over(self, bucket: Bucket, reason: str, enough_s: float) -> BucketSkipped:
         self.summary.not_reached.append((bucket, reason))
+        self.enough_s = self.enough_s or enough_s
         skipped = BucketSkipped(bucket, reason)
         self.tell(skipped)
         return skipped

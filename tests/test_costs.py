@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
-from fakes import FakeRunners
+from fakes import FakeRunners, make_device
 
 from mla_tuner.costs import CALLS, Costs
-from mla_tuner.plan import Plan
+from mla_tuner.errors import BudgetError
+from mla_tuner.measure import Checked
+from mla_tuner.plan import MLX, Plan
 from mla_tuner.shapes import Shape
+from mla_tuner.store import Store
+from mla_tuner.tuner import tune
 
 SMALL = Shape(1024, 1, 16)
 LARGE = replace(SMALL, context=1 << 18, batch=32)
@@ -54,3 +59,29 @@ def test_a_trial_that_fails_costs_nothing() -> None:
         raise RuntimeError("no memory")
 
     assert Costs(FakeRunners(fails)).estimate(LARGE) == 0.0
+
+
+@pytest.mark.parametrize("budget_s", [0.0, 0.01, 1.0, 30.0])
+@pytest.mark.parametrize("call_s", [1e-5, 0.1, 5.0])
+@pytest.mark.parametrize("check_s", [1e-4, 2.0])  # the estimate does not know of the checks
+def test_a_budget_that_is_too_small_is_told_what_would_do(
+    store: Store, budget_s: float, call_s: float, check_s: float
+) -> None:
+    """However it was too small: before the first estimate, by the estimate, or at the verdict."""
+    wanted = [replace(SMALL, context=context).bucket for context in (8192, 4096)]
+    options = {"check_result": lambda plan: Checked(True, 0.0, "", check_s)}
+
+    def seconds(shape: Shape, plan: Plan) -> float:
+        return call_s * shape.context / 4096 * (1.0 if plan == MLX else 0.5)
+
+    for _ in range(8):
+        runners = FakeRunners(seconds, options=options)
+        try:
+            assert tune(store, make_device(), wanted, budget_s=budget_s, runners=runners).tuned
+            return
+        except BudgetError as error:
+            told = re.search(r"give --budget (\d+)s or more", str(error))
+            assert told
+            assert int(told[1]) > budget_s
+            budget_s = float(told[1])
+    raise AssertionError(f"{budget_s} s was told last, and is too small")
