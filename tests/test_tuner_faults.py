@@ -381,6 +381,27 @@ def test_what_is_compiled_once_for_all_is_not_reckoned_for_the_next_bucket(
     assert (estimates[1] > 30.0) is again
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_kernels_that_a_dead_process_had_are_not_reckoned_for_the_next_bucket(
+    store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """Fewer are ready after a bucket than before it: it has not taken longer for that."""
+    monkeypatch.setattr(tuner, "settle", lambda device, **options: {})
+    live.kernels = [("small r16", 30.0), ("small r32", 30.0)]
+    check = FakeRunner.check
+
+    def dies(runner: FakeRunner, plan: Plan) -> Checked:
+        del live.kernels[left:]
+        return check(runner, plan)
+
+    monkeypatch.setattr(FakeRunner, "check", dies)
+    events: list[Event] = []
+    tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, progress=events.append)
+    estimates = [event.estimate_s for event in events if isinstance(event, BucketStarted)]
+    done = [event.seconds for event in events if isinstance(event, BucketTuned)]
+    assert done[0] <= estimates[1] < 30.0
+
+
 def test_a_machine_that_is_not_fit_is_refused_before_anything_is_stored(
     store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
