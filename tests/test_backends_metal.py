@@ -13,7 +13,7 @@ import pytest
 from launches import nans, raising, zeros
 
 from mla_tuner import ops, overview, verify
-from mla_tuner.backends import Call, metal, metal_tiles
+from mla_tuner.backends import Call, jit, metal, metal_tiles
 from mla_tuner.backends.metal import MetalBackend
 from mla_tuner.backends.shaders import Text, digest, minified
 from mla_tuner.caches import DenseCache, PagedCache
@@ -265,6 +265,42 @@ def test_an_error_is_tried_again_but_not_for_ever(
         assert reason is not None
         assert "Unable to allocate" in reason
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize(
+    ("tries", "compiled"),
+    [
+        ([(3.0, True)], [3.0]),
+        ([(0.1, True)], []),  # as a part of another kernel
+        ([(3.0, False), (0.1, True)], [3.0]),  # no memory to run it, at first
+        ([(2.0, False), (1.0, False), (3.0, True)], [3.0]),
+        ([(3.0, False), (3.0, False), (3.0, False)], []),  # a text that no compiler takes
+    ],
+)
+def test_a_kernel_is_compiled_once_however_often_its_proof_is_tried(
+    mac: Callable[[Callable[..., Any]], MetalBackend],
+    monkeypatch: pytest.MonkeyPatch,
+    tries: list[tuple[float, bool]],
+    compiled: list[float],
+    right: bool,
+) -> None:
+    clock, left = [0.0], list(tries)
+
+    def fault(*given: Any) -> str | None:
+        seconds, runs = left.pop(0)
+        clock[0] += seconds
+        if not runs:
+            raise RuntimeError("Unable to allocate, or to compile")
+        return None if right else "is wrong"
+
+    monkeypatch.setattr(jit, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(jit, "fault", fault)
+    backend = mac(lanes_only(zeros))
+    found = [backend.refusal(Plan("single", 1, "v4t8"), Shape(300 + i, 1, 4)) for i in range(9)]
+    assert [seconds for _, seconds in backend.compiled()] == pytest.approx(compiled)
+    assert left == []  # and no more are made
+    assert (found[-1] is None) is (right and tries[-1][1])
 
 
 def test_what_is_proven_is_what_runs(mac: Callable[[Callable[..., Any]], MetalBackend]) -> None:
