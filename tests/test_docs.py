@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -211,3 +213,14 @@ def test_make_targets_that_are_named_exist() -> None:
         # Commands in backquotes or at the start of a line; "make" is an English word, too.
         named = re.findall(r"(?:`|^ *)make ([a-z-]+)", page.read_text(), re.MULTILINE)
         assert set(named) <= targets, page.name
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not here")
+def test_make_help_has_a_line_for_every_target() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    command = ["make", "--no-print-directory", "help"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = [
+        re.fullmatch(r"make ([a-z-]+) +(\S.{5,110})", each) for each in said.stdout.splitlines()
+    ]
+    assert [line and line[1] for line in lines] == targets
