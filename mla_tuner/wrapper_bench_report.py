@@ -17,7 +17,7 @@ from .wrapper_bench_chart import svg
 
 Answer = Mapping[str, Any]
 Row = Mapping[str, Any]
-NO_PNG = "a PNG needs the package cairosvg: pip install cairosvg, or write FILE.svg"
+NO_PNG = "a PNG needs cairosvg: pip install 'mla-tuner[chart]', or write FILE.svg"
 
 
 def write_files(answer: Answer, files: Mapping[str, Path | None]) -> None:

@@ -215,6 +215,14 @@ def test_make_targets_that_are_named_exist() -> None:
         assert set(named) <= targets, page.name
 
 
+def test_what_messages_say_to_install_is_an_extra() -> None:
+    extras = (ROOT / "pyproject.toml").read_text().split("optional-dependencies]")[1]
+    known = set(re.findall(r"^([a-z0-9-]+) = \[", extras, re.MULTILINE))
+    code = "".join(path.read_text() for path in (ROOT / "mla_tuner").rglob("*.py"))
+    said = re.findall(r"pip install (?:'mla-tuner\[([a-z0-9-]+)\]')?", code)
+    assert {"chart", "fleet", "mlx-lm", "server"} <= set(said) <= known
+
+
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not here")
 def test_make_help_has_a_line_for_every_target() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

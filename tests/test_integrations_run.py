@@ -122,6 +122,27 @@ def test_run_refuses_what_is_no_command(name: str, says: str) -> None:
     assert stats().classes == {}
 
 
+class Absent:
+    """Hides mlx-lm from imports."""
+
+    @staticmethod
+    def find_spec(name: str, *more: object) -> None:
+        if name.split(".")[0] == "mlx_lm":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize("name", ["mlx_lm.server", "mlx_lm.generate", "mlx_lm.nothing", "mlx_lm"])
+def test_without_mlx_lm_run_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as absent:
+        for known in [each for each in sys.modules if each.split(".")[0] == "mlx_lm"]:
+            absent.delitem(sys.modules, known)
+        absent.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+        assert error("run", "--", name) == "mlx-lm is not here: pip install 'mla-tuner[mlx-lm]'"
+    assert stats().classes == {}
+
+
 def test_run_wants_a_command() -> None:
     assert error("run", code=2).startswith("give a command of mlx-lm")
 

@@ -335,7 +335,7 @@ def test_a_png_is_made_where_there_is_a_library(
 ) -> None:
     path = tmp_path / "x.png"
     monkeypatch.setitem(sys.modules, "cairosvg", None)
-    with pytest.raises(wrapper_bench_report.TunerError, match="needs the package cairosvg"):
+    with pytest.raises(wrapper_bench_report.TunerError, match="a PNG needs cairosvg"):
         wrapper_bench_report.check_files({"chart": path})
     stub = SimpleNamespace(svg2png=lambda bytestring, scale: b"PNG" + bytestring[:4])
     monkeypatch.setitem(sys.modules, "cairosvg", stub)

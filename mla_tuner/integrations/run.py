@@ -31,6 +31,8 @@ def run(arguments: Sequence[str], *, absorb: bool = False, write_misses: bool = 
     try:
         command = import_module(name).main
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "mlx_lm":
+            raise TunerError("mlx-lm is not here: pip install 'mla-tuner[mlx-lm]'") from error
         raise TunerError(f"{name} is no command that can run here: {error}") from error
     mlx_lm.install(absorb=absorb)
     before, sys.argv = sys.argv, list(arguments)
