@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
+
+def plain(text: object) -> str:
+    """For people: a check says "[Shape] expected ..." to callers in Python, who may not know which
+    of their calls it was.
+    """
+    return re.sub(r"\[[A-Za-z_]+\] (?=expected )", "", str(text))
+
 
 class TunerError(Exception):
     """Base of every known failure; its text is one line that says what to do."""
+
+    def __str__(self) -> str:
+        return plain(super().__str__())
 
 
 class DeviceError(TunerError):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from .candidates import KAPPA, busy, law, row_groups
+from .errors import plain
 from .plan import MLX, Plan
 from .shapes import CONTEXT_GRID, MAX_PARTITIONS
 from .words import counted
@@ -96,7 +97,7 @@ def legal(bucket: Bucket) -> Gate:
     try:
         bucket.shape  # noqa: B018
     except ValueError as error:
-        return False, f"no kernel for this shape: {error}"
+        return False, f"no kernel for this shape: {plain(error)}"
     return True, "the shape is known"
 
 

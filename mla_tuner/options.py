@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from .device import CHOICES
+from .errors import plain
 from .parse import DTYPE_NAMES, count, duration, several, word
 from .plan import PATHS
 from .shapes import DEEPSEEK, GEOMETRIES, LAYOUTS, MAX_HEADS, MAX_Q_LEN, Geometry, Shape
@@ -268,7 +269,7 @@ def one_shape(
             **rest,
         )
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(plain(error)) from error
 
 
 def shapes_of(

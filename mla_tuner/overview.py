@@ -12,7 +12,7 @@ from . import backends, device
 from .backends import Backend
 from .conditions import conditions
 from .device import MLX_VERSION, Device
-from .errors import DeviceError, StoreError
+from .errors import DeviceError, StoreError, plain
 from .plan import Plan
 from .shapes import Shape
 from .store import exists
@@ -129,7 +129,7 @@ def db_facts(path: Path, here: Device, backend: Backend) -> dict[str, object]:
         try:
             rows = rows_of(path, here)
         except (sqlite3.Error, OSError, ValueError) as error:
-            problem = f"{path} is not used: {error}"
+            problem = f"{path} is not used: {plain(error)}"
     ours = [row for row in rows if row.kernel == backend.digest()]
     versions = backend.digest(), MLX_VERSION, device.system_version()
     plans = {row.bucket for row in ours if row.counts(*versions)}

@@ -15,7 +15,7 @@ from pathlib import Path
 from .backends import cuda_tiles, metal_tiles
 from .candidates import MIN_GAIN
 from .device import Device
-from .errors import ShareError
+from .errors import ShareError, plain
 from .family import data_of
 from .plan import Plan
 from .shapes import Bucket, pieces
@@ -200,7 +200,7 @@ def faults(text: str, path: Path) -> list[str]:
         found = [
             f"order or layout is not that of `mla-tune share export`: {_first_change(text, table)}"
         ]
-    return [f"{path.name}: {fault}" for fault in found]
+    return [f"{path.name}: {plain(fault)}" for fault in found]
 
 
 def _first_change(text: str, table: SharedTable) -> str:

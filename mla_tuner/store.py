@@ -20,7 +20,7 @@ from sqlite_utils import Database, Migrations
 
 from . import schema, share_rows
 from .device import Device
-from .errors import StoreError
+from .errors import StoreError, plain
 from .evidence import Measurement, best_speedup, refuted, verdict
 from .fits import threshold
 from .plan import Plan
@@ -314,7 +314,7 @@ class Store:
                 for row in self._db.execute("PRAGMA foreign_key_check").fetchall()
             ]
             problems = [problem for problem in found if problem != "ok"]
-            problems = problems or list(self._malformed())
+            problems = problems or [plain(problem) for problem in self._malformed()]
             return {
                 "path": str(self.path),
                 "ok": not problems,

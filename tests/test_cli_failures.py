@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from commands import TUNE, answer, error, lines, run
 from fakes import FakeRunners
 
+from mla_tuner import cli
 from mla_tuner import device as devices
 
 
@@ -171,6 +174,33 @@ def test_unusable_databases(fake: FakeRunners, tmp_path: Path) -> None:
 def test_wrong_usage_exits_with_2(args: list[str]) -> None:
     result = run(*args, code=2)
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--lengths", "1,2", "--context", "4096"], "expected 2 lengths with maximum 4096; got"),
+        (["--lengths", "1,2", "--batch", "3"], "expected 3 lengths with maximum 2; got (1, 2)"),
+        (["--context", "2000m"], "expected context in 0..1073741824; got 2097152000"),
+    ],
+)
+def test_what_the_shape_refuses_is_told_without_its_name(args: list[str], says: str) -> None:
+    assert error("plan", *args, "--heads", "16", code=2).startswith(says)
+
+
+@pytest.mark.parametrize("change", ["path = 'warp'", "partitions = 999", "heads = 500"])
+def test_no_line_of_a_command_names_what_checked_a_value(
+    fake: FakeRunners, no_cases: None, db: Path, change: str
+) -> None:
+    run(*TUNE)
+    with sqlite3.connect(db) as connection:
+        connection.execute(f"UPDATE plan SET {change}")
+        connection.execute(f"UPDATE measurement SET {change}")
+    connection.close()
+    commands = [TUNE, ["probe"], ["verify"], ["report"], ["db", "check"], ["share", "export"]]
+    said = [CliRunner().invoke(cli.main, each) for each in commands]
+    assert any("expected " in each.output for each in said)
+    assert not [each.output for each in said if re.search(r"\[\w+\] expected", each.output)]
 
 
 def test_a_bad_value_says_what_was_expected() -> None:
