@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .candidates import KAPPA, busy, law, row_groups
 from .errors import plain
 from .plan import MLX, Plan
-from .shapes import CONTEXT_GRID, MAX_PARTITIONS
+from .shapes import CONTEXT_GRID, DEEPSEEK, MAX_PARTITIONS, MAX_TUNED_BATCH
 from .words import counted
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ FEW_ROWS = 16
 # MLX's products fill a GPU by themselves. On a simulated M5 Max with 40 cores (tools/replay,
 # 2026-11-29) 64 pieces, which fill 80 %, lose 16 % to them if our kernel runs at 80 % of its count.
 MIN_FILL = 0.85
+# Those that say nothing about a shape that is tuned.
+TUNED = ("one_token", "long_context", "few_rows", "cores_known", "idle", "filled")
 
 
 class Check(NamedTuple):
@@ -49,11 +51,27 @@ def verdict(
     asked: list[Check], bucket: Bucket, device: Device, backend: Backend
 ) -> tuple[Plan, str]:
     """The plan that follows from what the gates said, and why."""
-    if not asked[-1].passed:
-        return MLX, asked[-1].reason
+    name, passed, reason = asked[-1]
+    if not passed:
+        helps = name in TUNED and bucket.batch <= MAX_TUNED_BATCH
+        return MLX, f"{reason}; to tune this shape: {tuning(bucket)}" if helps else reason
     reasons = {check.name: check.reason for check in asked}
     plan = proposal(bucket, device.cores or 1, backend)
     return plan, f"not tuned here; {reasons['idle']} at context {bucket.context}"
+
+
+def tuning(bucket: Bucket) -> str:
+    """The command that tunes a bucket."""
+    words = [f"mla-tune --contexts {bucket.context} --batches {bucket.batch}"]
+    words.append(f"--heads {bucket.heads}")
+    for option, value, default in (
+        ("--dtypes", bucket.dtype, "bfloat16"),
+        ("--q-lens", bucket.q_len, 1),
+        ("--layouts", bucket.layout, "paged"),
+        ("--geometry", bucket.geometry, DEEPSEEK),
+    ):
+        words += [f"{option} {value}"] if value != default else []
+    return " ".join(words)
 
 
 def checks(bucket: Bucket, device: Device, backend: Backend) -> Iterator[Check]:
@@ -105,7 +123,7 @@ def one_token(bucket: Bucket) -> Gate:
     """Whether each sequence decodes one token, which is all that was tried untuned."""
     if bucket.q_len == 1:
         return True, "one query token a sequence"
-    return False, f"{bucket.q_len} query tokens a sequence: tune them before use"
+    return False, f"not tuned here, and it has {bucket.q_len} query tokens a sequence"
 
 
 def long_context(bucket: Bucket) -> Gate:
@@ -113,8 +131,8 @@ def long_context(bucket: Bucket) -> Gate:
     if bucket.context >= LONG_CONTEXT:
         return True, f"context {bucket.context} is {LONG_CONTEXT} or more"
     return False, (
-        f"not tuned here, and context {bucket.context} is below {LONG_CONTEXT}, "
-        "from where untuned shapes are split: run `mla-tune`"
+        f"not tuned here, nor near it, and context {bucket.context} is below {LONG_CONTEXT}, "
+        "from where untuned shapes are split"
     )
 
 
@@ -124,7 +142,7 @@ def few_rows(bucket: Bucket) -> Gate:
         return True, f"{counted(bucket.heads, 'head')}, no more than {FEW_ROWS}"
     return False, (
         f"not tuned here, and {bucket.heads} heads are more than the {FEW_ROWS} up to which "
-        "untuned shapes are split: run `mla-tune`"
+        "untuned shapes are split"
     )
 
 
@@ -140,7 +158,7 @@ def idle(tasks: int, cores: int) -> Gate:
     if tasks < cores:
         return True, f"one pass keeps {tasks} of {cores} cores busy"
     whole = f"all {counted(cores, 'core')}"
-    return False, f"not tuned here, and one pass keeps {whole} busy: run `mla-tune`"
+    return False, f"not tuned here, and one pass keeps {whole} busy"
 
 
 def filled(bucket: Bucket, cores: int, backend: Backend) -> Gate:
@@ -150,7 +168,7 @@ def filled(bucket: Bucket, cores: int, backend: Backend) -> Gate:
     text = f"{tasks} x {count} pieces keep {cores} cores {share:.0%} busy"
     if share >= MIN_FILL:
         return True, f"{text}, {MIN_FILL:.0%} or more"
-    return False, f"not tuned here, and {text}, less than {MIN_FILL:.0%}: run `mla-tune`"
+    return False, f"not tuned here, and {text}, less than {MIN_FILL:.0%}"
 
 
 def proven(bucket: Bucket, cores: int, backend: Backend) -> Gate:

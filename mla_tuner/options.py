@@ -15,7 +15,16 @@ from .device import CHOICES
 from .errors import plain
 from .parse import DTYPE_NAMES, count, duration, several, word
 from .plan import PATHS
-from .shapes import DEEPSEEK, GEOMETRIES, LAYOUTS, MAX_HEADS, MAX_Q_LEN, Geometry, Shape
+from .shapes import (
+    DEEPSEEK,
+    GEOMETRIES,
+    LAYOUTS,
+    MAX_HEADS,
+    MAX_Q_LEN,
+    MAX_TUNED_BATCH,
+    Geometry,
+    Shape,
+)
 
 Decorator = Callable[[Any], Any]
 # Options that may stand before a command, too.
@@ -109,7 +118,7 @@ lengths_option = option(
 
 def grid_options(contexts: str, batches: str, heads: str, least: int) -> Decorator:
     """Lists of shapes, of which every combination is taken; with the defaults of one command."""
-    tokens, sequences = several(count(least, 1 << 20)), several(count(1, 256))
+    tokens, sequences = several(count(least, 1 << 20)), several(count(1, MAX_TUNED_BATCH))
     queries, q_lens = several(count(1, MAX_HEADS)), several(count(1, MAX_Q_LEN))
     query_heads = f"Query heads on this device.  [default: the model's, else {heads}]"
     caches = "Cache layouts: paged (vllm-metal), dense (mlx-lm)."

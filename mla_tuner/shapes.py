@@ -30,6 +30,7 @@ DTYPES = tuple(DTYPE_BYTES)
 LAYOUTS = ("paged", "dense")
 MAX_CONTEXT = 1 << 30  # the kernel counts tokens in an int
 MAX_BATCH = 1 << 16
+MAX_TUNED_BATCH = 256
 MAX_HEADS = 128
 MAX_Q_LEN = 8
 MAX_PARTITIONS = 256  # two blocks on each of an H200's 132 multiprocessors, nearly

@@ -301,3 +301,26 @@ def test_quick_commands_load_nothing_heavy(args: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout
     assert done.stderr.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ["--context", "5000"],
+        ["--context", "20k", "--batch", "3"],
+        ["--context", "64k", "--batch", "200"],
+        ["--context", "4k", "--q-len", "3", "--layout", "dense"],
+        ["--context", "300k", "--heads", "20", "--dtype", "float16"],
+        ["--context", "1k", "--geometry", "256+32", "--dtype", "fp32"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_not_tuned_is_told_how_to_tune_it(fake: FakeRunners, shape: list[str]) -> None:
+    """After a partial tune, too: that leaves the gates to decide far from it."""
+    run(*TUNE, "--heads", "64")
+    asked = ("plan", "--heads", "16", *shape)
+    before = answer(*asked)
+    assert (before["source"], before["path"]) == ("gates", "mlx")
+    _, command = before["reason"].split("; to tune this shape: mla-tune ")
+    assert answer("--budget", "9h", *command.split())["tuned"] == 1
+    assert answer(*asked)["source"] in ("tuned", "fitted")  # the latter for a batch between two

@@ -324,7 +324,9 @@ def test_what_lies_outside_the_tuned_range_is_told_gate_by_gate() -> None:
     ]
     assert "idle: yes, one pass keeps 1 of 2 cores busy" in steps[6].details
     short = make_policy().explain(1024, 1, 16, "bfloat16")[6]
-    assert short.details[-1].startswith("long_context: no, not tuned here, and context 1024")
+    assert short.details[-1].startswith(
+        "long_context: no, not tuned here, nor near it, and context 1024"
+    )
 
 
 @pytest.mark.parametrize(
