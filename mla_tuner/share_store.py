@@ -151,8 +151,9 @@ def into_store(table: SharedTable, store: Store, name: str = "") -> dict[str, An
     """Add a table's runs, all or nothing; what is known already is left as it is.
 
     They get numbers below 0, and their winners count where no run of this database has decided.
-    Returns the numbers of `runs`, `buckets` (entries added) and `known` (entries found there), and
-    the `ids` of the runs that entries were added of.
+    Returns the numbers of `runs` that something was added of, with their `ids`, of `buckets` that
+    it was added to, and of those `known` already with all that the table has. A bucket that several
+    runs measured counts once a device, as its winner does.
 
     Raises:
         ShareError: a device's kernel is not the one here. `name` is the file's, for the message.
@@ -160,8 +161,8 @@ def into_store(table: SharedTable, store: Store, name: str = "") -> dict[str, An
     """
     refuse_other_kernels(table, name or f"{table.family}.json")
     ids: list[str] = []
-    known = 0
-    touched: list[Bucket] = []
+    added: set[tuple[tuple[str, ...], Bucket]] = set()
+    found: set[tuple[tuple[str, ...], Bucket]] = set()
     with _writing(store) as connection:
         for device in table.devices:
             _insert(connection, "device", {**_identity(device), "family": table.family})
@@ -169,20 +170,21 @@ def into_store(table: SharedTable, store: Store, name: str = "") -> dict[str, An
             for run in device.runs:
                 told = [b for b in device.buckets for e in b.evidence if e.run == run.id]
                 buckets = {each.bucket: each for each in told}
+                found |= {(device.versions, bucket) for bucket in buckets}
                 number = there.get(run.id)
                 if number is None:
                     number = _add_run(connection, device, run)
                 else:
                     have = _buckets_of(connection, number) if number < 0 else set(buckets)
-                    known += len(have.intersection(buckets))
                     buckets = {b: each for b, each in buckets.items() if b not in have}
                 for bucket, each in buckets.items():
                     entry = next(entry for entry in each.evidence if entry.run == run.id)
                     _add_entry(connection, number, bucket, entry)
-                touched += buckets
+                added |= {(device.versions, bucket) for bucket in buckets}
                 ids += [run.id] if buckets else []
-        derive(connection, set(touched))
-    return {"runs": len(ids), "buckets": len(touched), "known": known, "ids": ids}
+        derive(connection, {bucket for _, bucket in added})
+    known = len(found - added)
+    return {"runs": len(ids), "buckets": len(added), "known": known, "ids": ids}
 
 
 def undo(store: Store, run: str) -> int:

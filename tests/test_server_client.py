@@ -126,13 +126,13 @@ def test_what_one_machine_pushes_another_pulls(server: str, tmp_path: Path) -> N
     file.write_text(token() + "\n")
     push = ("share", "push", server, "--token-file", str(file), "--db", str(mine))
     assert answer(*push)["families"] == {CPU.family: {"new": 2, "known": 0}}
-    assert run(*push).stdout == f"{CPU.family}: 0 new, 2 known there\n"
+    assert run(*push).stdout == f"{CPU.family}: 0 new results, 2 known there\n"
     pulled = answer("share", "pull", server, "--db", str(theirs))
     assert (pulled["family"], pulled["runs"], pulled["buckets"]) == (CPU.family, 1, 2)
     with Store(mine) as a, Store(theirs) as b:
         assert [row.plan for row in a.plans()] == [row.plan for row in b.plans()]
     again = run("share", "pull", f"{server}{client.PLACE}/", "--db", str(theirs))
-    assert f"{CPU.family}: 0 new and 2 known results of 0 new runs" in again.stdout
+    assert f"{CPU.family}: 0 buckets added, 2 known already" in again.stdout
 
 
 def test_two_pushes_at_once_lose_nothing(server: str, tmp_path: Path) -> None:

@@ -151,6 +151,27 @@ def test_failed_plans_and_unrivalled_baselines_go_in_and_out(tmp_path: Path) -> 
     assert (bad.failed, bad.partitions, bad.max_error) == ("wrong", 40, 2.0)
 
 
+@pytest.mark.usefixtures("any_kernel")
+def test_a_bucket_of_several_runs_counts_once_as_its_winner_does(tmp_path: Path) -> None:
+    other = Shape(8192, 1, 16)
+    first = table_of(tmp_path / "a.db", duel(SHAPE, SPLIT), seed=1)
+    both = share.merged(first, table_of(tmp_path / "b.db", duel(SHAPE, LESS), seed=2))
+    more = table_of(tmp_path / "c.db", duel(SHAPE, SPLIT), duel(other, SPLIT), seed=3)
+    with Store(tmp_path / "ours.db") as store:
+        for table, counts in (
+            (both, (2, 1, 0)),
+            (both, (0, 0, 1)),
+            (share.merged(both, more), (1, 2, 0)),  # a new result of the bucket that was known
+            (more, (0, 0, 2)),
+        ):
+            found = share.into_store(table, store)
+            assert (found["runs"], found["buckets"], found["known"]) == counts
+        assert len(store.plans()) == 2
+    shipped = share.read(Path(__file__).parent.parent / "tuning_db" / "nvidia-sm90.json")
+    with Store(tmp_path / "new.db") as store:
+        assert share.into_store(shipped, store)["buckets"] == len(store.plans())
+
+
 # --- the commands --------------------------------------------------------------------------------
 
 

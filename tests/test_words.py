@@ -35,7 +35,6 @@ OTHERS = {
     ("share.py", "} heads"),
     ("share.py", "} pieces"),  # of 1024 tokens or more, in two or more
     ("jit.py", "} kernels"),  # of a back end
-    ("cli.py", "} known results"),  # the second number of two
 }
 
 

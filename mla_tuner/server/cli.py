@@ -81,9 +81,8 @@ def pull(
     with Store(database(db)) as store:
         added = share.into_store(table, store, name)
     answer = {"server": server, "family": table.family, **added}
-    told = f"{added['buckets']} new and {added['known']} known results"
-    runs = counted(added["runs"], "new run")
-    show(answer, [f"{table.family}: {told} of {runs}, in {database(db)}"], as_json)
+    told = f"{counted(added['buckets'], 'bucket')} added, {added['known']} known already"
+    show(answer, [f"{table.family}: {told}, in {database(db)}"], as_json)
 
 
 @click.command()
@@ -119,7 +118,10 @@ def push(
         family: client.send(server, text, secret or "", timeout_s=timeout)
         for family, text in texts.items()
     }
-    lines = [f"{family}: {n['new']} new, {n['known']} known there" for family, n in sent.items()]
+    lines = [
+        f"{family}: {counted(n['new'], 'new result')}, {n['known']} known there"
+        for family, n in sent.items()
+    ]
     show({"server": server, "families": sent}, lines, as_json)
 
 
