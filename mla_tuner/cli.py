@@ -329,7 +329,11 @@ def _file(name: str, text: str) -> Any:
     _file("--html", "One page with charts, which works offline."),
     _file("--md", "The same as tables in Markdown."),
     _file("--table", "Read this shared table, not the database."),
-    click.option("--device", "key", metavar="KEY", help="Device to show.  [default: the only one]"),
+    click.option(
+        *("--device", "key"),
+        metavar="KEY",
+        help="Device to show.  [default: the only one, or this machine's]",
+    ),
     *(db_option, json_option),
 )
 @click.pass_context
@@ -357,6 +361,9 @@ def report_found(
     else:
         with Store(_db(db), create=False) as store:
             found = findings.of_store(store, key)
+    if found.others and key is None:
+        others = ", ".join(found.others)
+        click.echo(f"this machine's: {found.device.key}; with --device: {others}", err=True)
     wanted = [(html, page.render), (md, markdown.render)]
     files = [output.write(path, render(found)) for path, render in wanted if path]
     text = map(str, files) if files else [markdown.render(found)]

@@ -6,6 +6,7 @@ import json
 import re
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -90,11 +91,34 @@ def test_a_run_that_timed_nothing_hides_none(database: Path) -> None:
 
 def test_of_several_devices_one_is_named(database: Path) -> None:
     fill(database, device=OTHER, contexts=[1024])
-    with pytest.raises(StoreError, match=r"has 2 devices: name one with --device: cuda/sm_90/1"):
+    with pytest.raises(StoreError, match=r"has 2 devices, and this is none of them: name one with"):
         found(database)
+    names = f"{H200.key}, {OTHER.key}"
+    assert error("report", "--db", str(database)).endswith(f"name one with --device: {names}")
     assert found(database, OTHER.key).device == OTHER
     with pytest.raises(StoreError, match=r"has no cuda/sm_91: name one"):
         found(database, "cuda/sm_91")
+
+
+@pytest.mark.parametrize("here", [H200, OTHER])
+def test_of_several_devices_that_of_this_machine_is_shown(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Device
+) -> None:
+    """What a colleague's table brought does not ask who this is."""
+    fill(database, device=OTHER, contexts=[1024])
+    monkeypatch.setattr(findings, "probe", lambda: here)
+    with Store(database) as store:  # nothing was measured on it: there is nothing to choose
+        third = replace(OTHER, cores=1)
+        store.start_run(third, kernel=KERNEL, software=SOFTWARE)
+    (other,) = {H200.key, OTHER.key} - {here.key}
+    assert (found(database).device, found(database).others) == (here, [other])
+    said = run("report", "--db", str(database)).stderr
+    assert said == f"this machine's: {here.key}; with --device: {other}\n"
+    assert run("report", "--db", str(database), "--device", here.key).stderr == ""
+    with Store(database) as store:
+        (table,) = share.export(store, tmp_path / "out")
+    assert findings.of_table(table).device == here
+    assert findings.of_table(table, other).others == [here.key]
 
 
 def test_a_plan_that_did_not_hold_is_told(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from ..device import Device
+from ..device import Device, probe
 from ..errors import StoreError
 from ..evidence import Measurement, median_interval, percentile, refuted, verdict
 from ..plan import Plan
@@ -44,7 +44,7 @@ class Findings:
 
     `source` is `database` or `table`: the latter has the duels, not what was searched.
     `runs` have `day` and any of `clock`, `software`, `options`, `conditions`. `left_out` counts
-    winners of other versions.
+    winners of other versions. `others` are the keys of the devices there that were not chosen.
     """
 
     source: str
@@ -54,6 +54,7 @@ class Findings:
     findings: Sequence[Finding]
     thresholds: Sequence[Mapping[str, Any]]
     left_out: int = 0
+    others: Sequence[str] = ()
 
     @property
     def measurements(self) -> int:
@@ -66,23 +67,31 @@ class Findings:
 def of_store(store: Store, key: str | None = None) -> Findings:
     """Of a device in a database, with the versions that were timed last.
 
-    key: which device; None for the only one.
+    key: which device; None for the only one, else for the one that this machine is.
 
     Raises:
         StoreError: there is no such device, or nothing was measured on it, or a row is malformed.
     """
-    runs = store.runs()
-    device = _chosen({device.key: device for device in runs}, key, store.path)
+    runs, evidence = store.runs(), store.evidence()
+    timed = {row["device"] for row in evidence}
+    known = {each.key: each for each in runs if each.key in timed or each.key == key}
+    device = _chosen(known or {each.key: each for each in runs}, key, store.path)
     try:
         expect(vars(device), ("backend", "architecture", "family", "name"), str)
         expect(vars(device), ("memory_gb", "cache_bytes"), int)
-        return _of_device(store, device, runs[device])
+        of_device = [row for row in evidence if row["device"] == device.key]
+        found = _of_device(store, device, runs[device], of_device)
+        return replace(found, others=[each for each in known if each != device.key])
     except (ValueError, RecursionError) as error:
         raise StoreError(f"malformed data in {store.path} ({error})") from error
 
 
-def _of_device(store: Store, device: Device, runs: Sequence[Mapping[str, Any]]) -> Findings:
-    evidence = [row for row in store.evidence() if row["device"] == device.key]
+def _of_device(
+    store: Store,
+    device: Device,
+    runs: Sequence[Mapping[str, Any]],
+    evidence: Sequence[Mapping[str, Any]],
+) -> Findings:
     timed = {row["run"] for row in evidence}
     known = [run for run in runs if run["id"] in timed]
     if not known:
@@ -160,7 +169,7 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
 def of_table(path: Path, key: str | None = None) -> Findings:
     """Of a device in a shared table, `tuning_db/<family>.json`, with its latest versions.
 
-    key: which device; None for the only one.
+    key: which device; None for the only one, else for the one that this machine is.
 
     Raises:
         ShareError: the table can't be relied on, see `mla-tune share check`.
@@ -168,7 +177,8 @@ def of_table(path: Path, key: str | None = None) -> Findings:
     """
     table = read(path)
     entries = sorted(table.devices, key=lambda each: max(run.day for run in each.runs))
-    shared = _chosen({each.key: each for each in entries}, key, path)
+    known = {each.key: each for each in entries}
+    shared = _chosen(known, key, path)
     device = Device(
         *(shared.backend, shared.architecture, table.family, shared.cores),
         *(shared.memory_gb, shared.name, shared.cache_bytes),
@@ -180,6 +190,7 @@ def of_table(path: Path, key: str | None = None) -> Findings:
         [_shared(each, shared) for each in shared.buckets],
         [each.model_dump() for each in shared.thresholds],
         left_out=sum(len(each.buckets) for each in others),
+        others=[each for each in known if each != shared.key],
     )
 
 
@@ -214,12 +225,15 @@ def _timed(shape: Shape, plan: Plan, times: Sequence[float]) -> Measurement:
 
 
 def _chosen(found: Mapping[str, T], key: str | None, path: Path) -> T:
-    """The device that was asked for, or the only one."""
+    """The device that was asked for, or the only one, or this machine's among several."""
     if key is None and len(found) == 1:
         return next(iter(found.values()))
-    if key is not None and key in found:
-        return found[key]
     if not found:
         raise StoreError(f"{path} holds no measurement: run mla-tune")
-    problem = f"{path} has {len(found)} devices" if key is None else f"{path} has no {key}"
+    chosen = probe().key if key is None else key
+    if chosen in found:
+        return found[chosen]
+    problem = f"{path} has no {chosen}"
+    if key is None:
+        problem = f"{path} has {len(found)} devices, and this is none of them"
     raise StoreError(f"{problem}: name one with --device: {', '.join(found)}")
