@@ -7,7 +7,7 @@ What they hold is in `share_format`, how runs are pooled in `share_pool`, how da
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import reduce
 from pathlib import Path
@@ -33,7 +33,7 @@ from .share_format import (
 )
 from .share_merge import described, differences, merged
 from .share_pool import pool
-from .share_store import into_store, tables, undo
+from .share_store import TUNE_ANEW, into_store, tables, undo
 from .store import Store
 
 __all__ = [
@@ -47,10 +47,12 @@ __all__ = [
     "load",
     "merge",
     "merged",
+    "offers",
     "read",
     "render",
     "schema",
     "sound",
+    "sound_tables",
     "tables",
     "undo",
     "write",
@@ -75,15 +77,14 @@ def export(store: Store, folder: Path) -> list[Path]:
         ShareError: there is nothing to write, or it can't be written, or it would not pass `check`,
             or a file is there with evidence that the database lacks.
     """
-    found = {folder / f"{table.family}.json": table for table in tables(store)}
+    found = {folder / f"{table.family}.json": table for table in sound_tables(store)}
     for path, table in found.items():
         if path.exists() and merged(read(path), table) != merged(table, table):
             raise ShareError(
                 f"{path} holds evidence that {store.path} lacks: "
                 "`mla-tune share contribute` adds to it, --folder names another place"
             )
-    texts = {path: sound(table) for path, table in found.items()}  # all, before one is written
-    written = [_write(path, text) for path, text in texts.items()]
+    written = [_write(path, render(table)) for path, table in found.items()]
     write_schema(folder)
     return written
 
@@ -108,6 +109,61 @@ def sound(table: SharedTable) -> str:
     if problems:
         raise ShareError(problems[0])
     return text
+
+
+def offers(store: Store) -> tuple[list[SharedTable], dict[str, str]]:
+    """What of a database others may have: a sound table for each family, without the devices that
+    can't be shared; and those by their keys, with the reason and what helps.
+
+    Raises:
+        ShareError: there is nothing to share.
+        StoreError: the database can't be read.
+    """
+    left_out: dict[str, str] = {}
+    found: list[SharedTable] = []
+    imported = {device.key for device, runs in store.runs().items() if runs[-1]["id"] < 0}
+    for table in tables(store, left_out):
+        try:
+            sound(table)
+            found.append(table)
+        except ShareError:
+            found += _sound_part(table, imported, left_out)
+    return found, left_out
+
+
+def sound_tables(store: Store) -> list[SharedTable]:
+    """The same of a database that has nothing else.
+
+    Raises:
+        ShareError: there is nothing to share, or a device that can't be.
+        StoreError: the database can't be read.
+    """
+    found, left_out = offers(store)
+    for key, reason in left_out.items():
+        raise ShareError(f"{key} can't be shared: {reason}")
+    return found
+
+
+def _sound_part(
+    table: SharedTable, imported: Collection[str], left_out: dict[str, str]
+) -> Iterator[SharedTable]:
+    """A table without the devices that are no sound one alone, if any is left; `left_out` is given
+    those.
+    """
+    fit = []
+    for device in table.devices:
+        try:
+            sound(table.model_copy(update={"devices": (device,)}))
+            fit.append(device)
+        except ShareError as error:
+            fault = str(error).removeprefix(f"{table.family}.json: ")  # nobody has written it
+            runs = ", ".join(run.id for run in device.runs)
+            undo = f"take it out, mla-tune share import --undo RUN, of {runs}"
+            left_out[device.key] = f"{fault}: {undo if device.key in imported else TUNE_ANEW}"
+    if fit:
+        rest = table.model_copy(update={"devices": tuple(fit)})
+        sound(rest)
+        yield rest
 
 
 def _write(path: Path, text: str) -> Path:

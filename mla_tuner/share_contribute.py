@@ -32,7 +32,7 @@ def contribute(store: Store, folder: Path) -> list[Contribution]:
             written.
     """
     made = []
-    for mine in share.tables(store):
+    for mine in share.sound_tables(store):
         path = folder / f"{mine.family}.json"
         before = share.read(path) if path.exists() else None
         after = share.merged(before, mine) if before else mine

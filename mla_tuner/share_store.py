@@ -38,13 +38,17 @@ from .table import BUCKET_COLUMNS, open_read_only
 _SOFTWARE = ("mla_tuner", "mlx", "driver", "os", "python", "optuna")
 _OPTIONS = ("budget_s", "buckets", "command", "force", "seed")
 _VERSIONS = ("device", "kernel", "mlx", "system")
+TUNE_ANEW = "tune it into another database, mla-tune --db FILE"  # what can't be shared from here
 
 # --- out of a database ---------------------------------------------------------------------------
 
 
-def tables(store: Store) -> list[SharedTable]:
+def tables(store: Store, left_out: dict[str, str] | None = None) -> list[SharedTable]:
     """A table for each family in the database: all runs of a device with the kernel that it was
     tuned with last, imported ones too.
+
+    left_out: is given the devices that can't be shared, by key, with the reason and what helps;
+    without it the first of them is an error.
 
     Raises:
         ShareError: there is nothing to share, or something that can't be.
@@ -54,14 +58,27 @@ def tables(store: Store) -> list[SharedTable]:
     with _reading(store) as connection:
         for device, runs in store.runs().items():
             same = [run for run in runs if run["kernel"] == runs[-1]["kernel"]]
-            families.setdefault(device.family, []).extend(_devices(connection, device, same))
+            try:
+                made = tuple(_devices(connection, device, same))
+                if made:
+                    SharedTable(version=VERSION, family=device.family, devices=made)
+            except (ShareError, ValidationError) as error:
+                if left_out is None:
+                    raise
+                left_out[device.key] = _reason(error)
+            else:
+                families.setdefault(device.family, []).extend(made)
     found = {family: devices for family, devices in sorted(families.items()) if devices}
-    if not found:
+    if not found and not left_out:
         raise ShareError(f"{store.path} holds no winners: run mla-tune")
     return [
         SharedTable(version=VERSION, family=family, devices=tuple(devices))
         for family, devices in found.items()
     ]
+
+
+def _reason(error: ShareError | ValidationError) -> str:
+    return str(error) if isinstance(error, ShareError) else f"{problems(error)[0]}: {TUNE_ANEW}"
 
 
 def _devices(
@@ -103,10 +120,7 @@ def shared_run(connection: sqlite3.Connection, run: Mapping[str, Any]) -> Shared
     missing = "by which clock it timed" if backend == "cuda" and "clock" not in known else ""
     missing = missing or ("" if run["system"] else "on which system it ran")
     if missing:
-        raise ShareError(
-            f"the run of {day} on {run['device']} does not say {missing}: "
-            "tune into another database (--db)"
-        )
+        raise ShareError(f"the run of {day} on {run['device']} does not say {missing}: {TUNE_ANEW}")
     told = {
         "nonce": nonce(connection, run),
         "day": day,
@@ -315,7 +329,7 @@ def _reading(store: Store) -> Iterator[sqlite3.Connection]:
         with closing(open_read_only(store.path)) as connection:
             yield connection
     except ValidationError as error:
-        raise ShareError(f"{store.path} can't be shared: {problems(error)[0]}") from error
+        raise ShareError(f"{store.path} can't be shared: {_reason(error)}") from error
     except (sqlite3.Error, OSError, ValueError) as error:
         raise StoreError(f"cannot use the database {store.path}: {error}") from error
 

@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +24,7 @@ from server_tables import CPU, KERNEL, SECRET, fill, repeated, running, runs_in,
 
 from mla_tuner import backends, share
 from mla_tuner import device as devices
+from mla_tuner.device import Device
 from mla_tuner.errors import ShareError
 from mla_tuner.server import client
 from mla_tuner.store import Store
@@ -335,17 +337,62 @@ def test_a_token_is_given_once(tmp_path: Path) -> None:
     assert "that is no token" in error("share", "push", url, "--token", "x\r\nHost: y")
 
 
-def test_a_table_that_may_not_be_shared_keeps_all_from_being_sent(
+MINE = replace(CPU, memory_gb=1, name="box of me@home")
+UNSOUND = [
+    (MINE, "devices.0.name: a path, an address or what can't be printed: 'box of me@home'"),
+    (replace(MINE, family="x86_64-zzz", architecture="x86_64-zzz"), "devices.0.name: a path"),
+    (replace(MINE, name="no\nline"), "devices.0.name: "),
+    (replace(CPU, family="no family", memory_gb=1), "family: String should match pattern"),
+    (replace(MINE, backend="cuda", architecture="sm_90"), "does not say by which clock it timed"),
+    (replace(CPU, architecture="x" * 999), "devices.0.key: String should have at"),
+]
+
+
+@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize(("device", "reason"), UNSOUND, ids=range(len(UNSOUND)))
+def test_a_device_that_may_not_be_shared_is_left_out_and_the_others_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device, reason: str, imported: bool
+) -> None:
+    sent: list[str] = []
+
+    def send(server: str, text: str, *more: object, **how: object) -> dict[str, int]:
+        sent.append(text)
+        return {"new": 1, "known": 0}
+
+    monkeypatch.setattr(client, "send", send)
+    db = fill(_database(), (1024,))
+    fill(db, (1024,), device=device)
+    with closing(sqlite3.connect(db)) as connection, connection:
+        connection.execute("UPDATE run SET conditions = '{}' WHERE id = 2")
+        if imported:
+            connection.execute("UPDATE run SET id = -1 WHERE id = 2")
+            connection.execute("UPDATE measurement SET run = -1 WHERE run = 2")
+            connection.execute("UPDATE plan SET run = -1 WHERE run = 2")
+    push = ("share", "push", "http://127.0.0.1:9", "--token", "x", "--db", str(db))
+    result = run(*push, code=1)
+    assert result.stderr == "Error: 1 device left out: see above\n"
+    first, second = result.stdout.splitlines()
+    assert first == f"{CPU.family}: 1 new result, 0 known there"
+    assert second.startswith(f"left out: {device.key}: ")
+    assert reason in second
+    undo = imported and reason.startswith("devices")  # others can't have been imported
+    assert ("mla-tune share import --undo RUN, of " if undo else "mla-tune --db FILE") in second
+    (text,) = sent
+    assert [each.key for each in share.load(text, "it").devices] == [CPU.key]
+    assert list(answer(*push, code=1)["left_out"]) == [device.key]
+    for command in ("export", "contribute"):  # a file would lack the device, and nobody know
+        told = error("share", command, "--folder", str(tmp_path / "out"), "--db", str(db))
+        assert told == second.removeprefix("left out: ").replace(": ", " can't be shared: ", 1)
+        assert not (tmp_path / "out").exists()
+
+
+def test_where_no_device_may_be_shared_nothing_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[object] = []
-    monkeypatch.setattr(client, "send", lambda *what, **how: sent.append(what))
-    mine = replace(CPU, family="x86_64-zzz", architecture="x86_64-zzz", name="box of me@home")
-    db = fill(_database(), (1024,))
-    fill(db, (1024,), device=mine)
-    said = error("share", "push", "http://127.0.0.1:9", "--token", "x", "--db", str(db))
-    assert "a path, an address" in said
-    assert sent == []
+    monkeypatch.setattr(client, "send", lambda *what, **how: pytest.fail("it was sent"))
+    db = fill(_database(), (1024,), device=MINE)
+    result = run("share", "push", "http://127.0.0.1:9", "--token", "x", "--db", str(db), code=1)
+    assert result.stdout.startswith(f"left out: {MINE.key}: ")
 
 
 def test_nothing_to_push_is_said(tmp_path: Path) -> None:

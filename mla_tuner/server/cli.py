@@ -104,7 +104,10 @@ def push(
     db: Path | None,
     as_json: bool | None,
 ) -> None:
-    """Give this database's results to a team's server, a table each chip family."""
+    """Give this database's results to a team's server, a table each chip family.
+
+    Exit code 1 where a device can't be shared and was left out.
+    """
     from .. import share
     from ..store import Store
     from . import client
@@ -113,16 +116,19 @@ def push(
         raise click.UsageError("give --token or --token-file")
     secret = token if token_file is None else _token(token_file)
     with Store(database(db), create=False) as store:
-        texts = {table.family: share.sound(table) for table in share.tables(store)}
+        tables, left_out = share.offers(store)
     sent = {  # once all are known to be sound
-        family: client.send(server, text, secret or "", timeout_s=timeout)
-        for family, text in texts.items()
+        table.family: client.send(server, share.render(table), secret or "", timeout_s=timeout)
+        for table in tables
     }
     lines = [
         f"{family}: {counted(n['new'], 'new result')}, {n['known']} known there"
         for family, n in sent.items()
     ]
-    show({"server": server, "families": sent}, lines, as_json)
+    lines += [f"left out: {key}: {reason}" for key, reason in left_out.items()]
+    show({"server": server, "families": sent, "left_out": left_out}, lines, as_json)
+    if left_out:
+        raise ShareError(f"{counted(len(left_out), 'device')} left out: see above")
 
 
 def _secret() -> str:
