@@ -42,28 +42,32 @@ class Check(NamedTuple):
     reason: str
 
 
-def gate(bucket: Bucket, device: Device, backend: Backend) -> tuple[Plan, str]:
-    """The plan for a bucket without tuning data, and the sentence that says why. Never raises."""
-    return verdict(list(checks(bucket, device, backend)), bucket, device, backend)
+def gate(bucket: Bucket, device: Device, backend: Backend, options: str = "") -> tuple[Plan, str]:
+    """The plan for a bucket without tuning data, and the sentence that says why. Never raises.
+
+    options: of the command line, that the command which tunes the bucket must have, too.
+    """
+    return verdict(list(checks(bucket, device, backend)), bucket, device, backend, options)
 
 
 def verdict(
-    asked: list[Check], bucket: Bucket, device: Device, backend: Backend
+    asked: list[Check], bucket: Bucket, device: Device, backend: Backend, options: str = ""
 ) -> tuple[Plan, str]:
     """The plan that follows from what the gates said, and why."""
     name, passed, reason = asked[-1]
     if not passed:
-        helps = name in TUNED and bucket.batch <= MAX_TUNED_BATCH
-        return MLX, f"{reason}; to tune this shape: {tuning(bucket)}" if helps else reason
+        if name in TUNED and bucket.batch <= MAX_TUNED_BATCH:
+            command = f"mla-tune --device {device.backend}{options} {tuning(bucket)}"
+            reason += f"; to tune this shape: {command}"
+        return MLX, reason
     reasons = {check.name: check.reason for check in asked}
     plan = proposal(bucket, device.cores or 1, backend)
     return plan, f"not tuned here; {reasons['idle']} at context {bucket.context}"
 
 
 def tuning(bucket: Bucket) -> str:
-    """The command that tunes a bucket."""
-    words = [f"mla-tune --contexts {bucket.context} --batches {bucket.batch}"]
-    words.append(f"--heads {bucket.heads}")
+    """The options by which `mla-tune` tunes a bucket."""
+    words = [f"--contexts {bucket.context} --batches {bucket.batch} --heads {bucket.heads}"]
     for option, value, default in (
         ("--dtypes", bucket.dtype, "bfloat16"),
         ("--q-lens", bucket.q_len, 1),

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,7 +58,7 @@ class Policy:
     `device.system_version` says. deterministic: look up as if the batch were 1, so that partitions
     don't depend on it. shared: devices of the family, the nearest first, as `family.load` gives
     them; rows of this very device and these versions count as if they were found here, where none
-    was.
+    was. options: of the command line, for the command that a reason names.
     """
 
     def __init__(
@@ -71,11 +73,13 @@ class Policy:
         system: str | None = None,
         deterministic: bool = False,
         shared: Sequence[Donor] = (),
+        options: str = "",
     ) -> None:
         self.device = device
         self.off = "MLA_TUNER=off" if off is True else off or ""
         self.frozen = frozen
         self.deterministic = deterministic
+        self._options = options
         self._backend = backend or backends.get(device.backend)
         self._rows: dict[Bucket, Row] = {}
         self._stale: dict[Bucket, str] = {}
@@ -117,8 +121,9 @@ class Policy:
             return cls(device, off=True, deterministic=deterministic)
         digest = os.environ.get("MLA_TUNER_FROZEN", "")
         if not digest:
-            shared = _shared(path, device)
-            return cls(device, _winners(path, device), deterministic=deterministic, shared=shared)
+            shared, options = _shared(path, device), "" if path is None else _named(Path(path))
+            rows = _winners(path, device)
+            return cls(device, rows, deterministic=deterministic, shared=shared, options=options)
         table = _required(digest, path, device)
         return cls(
             *(device, table.rows),
@@ -287,10 +292,12 @@ class Policy:
         return refused or self._relatives.none
 
     def _gated(self, bucket: Bucket, batch: int) -> Decision:
-        plan, reason = gates.gate(bucket, self.device, self._backend)
+        plan, reason = gates.gate(bucket, self.device, self._backend, self._options)
         row = self._row(bucket)
         refused = self._refusal(row.plan, bucket) if row else self._stale.get(bucket)
-        return Decision(plan, "gates", f"{refused}; {reason}" if refused else reason)
+        if refused:  # it is tuned: what the gates say of a bucket that is not helps nobody
+            reason = f"{refused}; {reason}" if plan.native else refused
+        return Decision(plan, "gates", reason)
 
     # --- numbers for `explain` ---------------------------------------------------------------
 
@@ -413,6 +420,13 @@ def _winners(path: str | Path | None, device: Device) -> list[Row]:
     except StoreError as error:
         log.warning("%s: the gates decide", error)
         return []
+
+
+def _named(path: Path) -> str:
+    """The option that names a database, where it is not the user's."""
+    with suppress(StoreError):
+        return "" if path == default_path() else f" --db {shlex.quote(str(path))}"
+    return f" --db {shlex.quote(str(path))}"
 
 
 def _shared(path: str | Path | None, device: Device) -> list[Donor]:

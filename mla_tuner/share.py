@@ -7,7 +7,7 @@ What they hold is in `share_format`, how runs are pooled in `share_pool`, how da
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import reduce
 from pathlib import Path
@@ -33,7 +33,7 @@ from .share_format import (
 )
 from .share_merge import described, differences, merged
 from .share_pool import pool
-from .share_store import TUNE_ANEW, into_store, tables, undo
+from .share_store import cure, into_store, tables, undo
 from .store import Store
 
 __all__ = [
@@ -84,7 +84,8 @@ def export(store: Store, folder: Path) -> list[Path]:
                 f"{path} holds evidence that {store.path} lacks: "
                 "`mla-tune share contribute` adds to it, --folder names another place"
             )
-    written = [_write(path, render(table)) for path, table in found.items()]
+    texts = {path: sound(table) for path, table in found.items()}  # all, before one is written
+    written = [_write(path, text) for path, text in texts.items()]
     write_schema(folder)
     return written
 
@@ -123,11 +124,19 @@ def offers(store: Store) -> tuple[list[SharedTable], dict[str, str]]:
     found: list[SharedTable] = []
     imported = {device.key for device, runs in store.runs().items() if runs[-1]["id"] < 0}
     for table in tables(store, left_out):
-        try:
-            sound(table)
-            found.append(table)
-        except ShareError:
-            found += _sound_part(table, imported, left_out)
+        fit: list[SharedDevice] = []
+        for key in dict.fromkeys(device.key for device in table.devices):
+            whole = tuple(device for device in table.devices if device.key == key)
+            try:
+                sound(table.model_copy(update={"devices": whole}))
+                fit += whole
+            except ShareError as error:
+                fault = str(error).removeprefix(f"{table.family}.json: ")  # nobody has written it
+                ids = ", ".join(run.id for device in whole for run in device.runs)
+                undo = f"take it out, mla-tune share import --undo RUN, of {ids}"
+                left_out[key] = f"{fault}: {undo if key in imported else cure(fault)}"
+        if fit:
+            found.append(table.model_copy(update={"devices": tuple(fit)}))
     return found, left_out
 
 
@@ -142,28 +151,6 @@ def sound_tables(store: Store) -> list[SharedTable]:
     for key, reason in left_out.items():
         raise ShareError(f"{key} can't be shared: {reason}")
     return found
-
-
-def _sound_part(
-    table: SharedTable, imported: Collection[str], left_out: dict[str, str]
-) -> Iterator[SharedTable]:
-    """A table without the devices that are no sound one alone, if any is left; `left_out` is given
-    those.
-    """
-    fit = []
-    for device in table.devices:
-        try:
-            sound(table.model_copy(update={"devices": (device,)}))
-            fit.append(device)
-        except ShareError as error:
-            fault = str(error).removeprefix(f"{table.family}.json: ")  # nobody has written it
-            runs = ", ".join(run.id for run in device.runs)
-            undo = f"take it out, mla-tune share import --undo RUN, of {runs}"
-            left_out[device.key] = f"{fault}: {undo if device.key in imported else TUNE_ANEW}"
-    if fit:
-        rest = table.model_copy(update={"devices": tuple(fit)})
-        sound(rest)
-        yield rest
 
 
 def _write(path: Path, text: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -38,7 +39,9 @@ from .table import BUCKET_COLUMNS, open_read_only
 _SOFTWARE = ("mla_tuner", "mlx", "driver", "os", "python", "optuna")
 _OPTIONS = ("budget_s", "buckets", "command", "force", "seed")
 _VERSIONS = ("device", "kernel", "mlx", "system")
-TUNE_ANEW = "tune it into another database, mla-tune --db FILE"  # what can't be shared from here
+_TUNE_ANEW = "tune it into another database, mla-tune --db FILE"
+_REPORT = "it is what the machine says of itself: report it to mla-tuner"
+_OF_MACHINE = re.compile(r"(?:^|\.)(?:name|family|architecture|key): ")
 
 # --- out of a database ---------------------------------------------------------------------------
 
@@ -78,7 +81,15 @@ def tables(store: Store, left_out: dict[str, str] | None = None) -> list[SharedT
 
 
 def _reason(error: ShareError | ValidationError) -> str:
-    return str(error) if isinstance(error, ShareError) else f"{problems(error)[0]}: {TUNE_ANEW}"
+    if isinstance(error, ShareError):
+        return str(error)
+    problem = problems(error)[0]
+    return f"{problem}: {cure(problem)}"
+
+
+def cure(fault: str) -> str:
+    """What helps against a fault of a device that was tuned here."""
+    return _REPORT if _OF_MACHINE.search(fault) else _TUNE_ANEW
 
 
 def _devices(
@@ -114,13 +125,18 @@ def shared_run(connection: sqlite3.Connection, run: Mapping[str, Any]) -> Shared
     Raises:
         ShareError: nobody knows by which clock it timed, or on which system.
     """
-    software, options = json.loads(run["software"]), json.loads(run["options"])
-    known, day = json.loads(run["conditions"]), run["started"][:10]
+    parsed = [json.loads(run[name]) for name in ("software", "options", "conditions")]
+    day = run["started"][:10]
+    if not all(isinstance(each, dict) for each in parsed):
+        raise ShareError(f"the run of {day} on {run['device']} is malformed: {_TUNE_ANEW}")
+    software, options, known = parsed
     backend = run["device"].partition("/")[0]
     missing = "by which clock it timed" if backend == "cuda" and "clock" not in known else ""
     missing = missing or ("" if run["system"] else "on which system it ran")
     if missing:
-        raise ShareError(f"the run of {day} on {run['device']} does not say {missing}: {TUNE_ANEW}")
+        raise ShareError(
+            f"the run of {day} on {run['device']} does not say {missing}: {_TUNE_ANEW}"
+        )
     told = {
         "nonce": nonce(connection, run),
         "day": day,

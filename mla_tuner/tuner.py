@@ -200,7 +200,7 @@ def tune(
         bucket, reason = summary.not_reached[0]
         raise BudgetError(
             f"a budget of {budget_s:.3g} s is too small for a single bucket ({bucket}: {reason}): "
-            f"give --budget {math.ceil(run.enough_s)}s or more, or smaller shapes"
+            f"try --budget {math.ceil(run.enough_s)}s, or smaller shapes"
         )
     return summary
 
@@ -286,7 +286,7 @@ class _Run:
             row, failure = self._tuned(run, bucket, deadline)
             if row:
                 once_s = max(0.0, self._ready_s() - ready_s)  # less: a process has died
-                seconds = self.runners.now() - search_started - once_s
+                seconds = max(0.0, self.runners.now() - search_started - once_s)
                 self.costs.add(bucket.shape, seconds, 1e-6 * row.median_us * row.speedup)
         if row:
             self.summary.tuned.append(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -315,12 +316,21 @@ def test_quick_commands_load_nothing_heavy(args: list[str]) -> None:
     ],
     ids=" ".join,
 )
-def test_what_is_not_tuned_is_told_how_to_tune_it(fake: FakeRunners, shape: list[str]) -> None:
+@pytest.mark.parametrize("where", [(), ("--db", "my other.db")], ids=len)
+def test_what_is_not_tuned_is_told_how_to_tune_it(
+    fake: FakeRunners,
+    shape: list[str],
+    where: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After a partial tune, too: that leaves the gates to decide far from it."""
+    monkeypatch.chdir(tmp_path)
     run(*TUNE, "--heads", "64")
-    asked = ("plan", "--heads", "16", *shape)
+    asked = ("plan", "--device", "cpu", "--heads", "16", *shape, *where)
     before = answer(*asked)
     assert (before["source"], before["path"]) == ("gates", "mlx")
     _, command = before["reason"].split("; to tune this shape: mla-tune ")
-    assert answer("--budget", "9h", *command.split())["tuned"] == 1
+    assert "--device cpu " in command
+    assert answer("--budget", "9h", *shlex.split(command))["tuned"] == 1
     assert answer(*asked)["source"] in ("tuned", "fitted")  # the latter for a batch between two

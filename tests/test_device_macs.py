@@ -343,7 +343,8 @@ def test_no_hole_at_any_core_count(heads: int, batch: int) -> None:
         ({"heads": 8, "q_len": 2}, "2 query tokens a sequence"),
         (
             {"batch": 128},
-            "cores busy; to tune this shape: mla-tune --contexts 32768 --batches 128 --heads 16",
+            "cores busy; to tune this shape: mla-tune --device metal "
+            "--contexts 32768 --batches 128 --heads 16",
         ),
     ],
 )

@@ -53,6 +53,13 @@ def test_each_gate_says_why_it_stays_with_mlx(
     plan, got = ask(**options)  # type: ignore[arg-type]
     assert plan == MLX
     assert reason in got
+    helps = name not in ("built", "on_grid", "legal", "proven")  # what tuning does not change
+    assert ("; to tune this shape: mla-tune --device " in got) == helps
+
+
+def test_no_command_is_named_that_would_be_refused() -> None:
+    assert "mla-tune" in ask(batch=256)[1]
+    assert "mla-tune" not in ask(batch=512)[1]
 
 
 def test_every_gate_can_stay_shut_and_all_can_open() -> None:

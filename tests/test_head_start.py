@@ -143,6 +143,13 @@ def test_the_clock_is_read_before_all_memory() -> None:
     text = launched(0.0).text
     read = text.index("globaltimer")
     assert all(text.index(each) > read for each in ("wait_us[0]", "began[0]", "ended[0]"))
+    assert text.count(':"=l"(started)::"memory");') == text.count(':"=l"(now)::"memory");') == 1
+
+
+def test_what_is_written_is_what_was_read() -> None:
+    text = launched(0.0).text
+    assert "unsigned long* began, unsigned long* ended)" in text
+    assert text.index("began[0]=started;") < text.index("do{") < text.index("ended[0]=now;")
 
 
 def test_the_host_reads_arrays_of_8_bytes_alone() -> None:

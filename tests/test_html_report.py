@@ -91,7 +91,9 @@ def test_a_run_that_timed_nothing_hides_none(database: Path) -> None:
 
 def test_of_several_devices_one_is_named(database: Path) -> None:
     fill(database, device=OTHER, contexts=[1024])
-    with pytest.raises(StoreError, match=r"has 2 devices, and this is none of them: name one with"):
+    with pytest.raises(
+        StoreError, match=r"has 2 devices, and MLX's here, .*, is none of them: name one with"
+    ):
         found(database)
     names = f"{H200.key}, {OTHER.key}"
     assert error("report", "--db", str(database)).endswith(f"name one with --device: {names}")

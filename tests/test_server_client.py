@@ -375,8 +375,10 @@ def test_a_device_that_may_not_be_shared_is_left_out_and_the_others_are_sent(
     assert first == f"{CPU.family}: 1 new result, 0 known there"
     assert second.startswith(f"left out: {device.key}: ")
     assert reason in second
+    named = "does not say" not in reason
     undo = imported and reason.startswith("devices")  # others can't have been imported
-    assert ("mla-tune share import --undo RUN, of " if undo else "mla-tune --db FILE") in second
+    cure = "report it to mla-tuner" if named else "mla-tune --db FILE"
+    assert ("mla-tune share import --undo RUN, of " if undo else cure) in second
     (text,) = sent
     assert [each.key for each in share.load(text, "it").devices] == [CPU.key]
     assert list(answer(*push, code=1)["left_out"]) == [device.key]
@@ -384,6 +386,30 @@ def test_a_device_that_may_not_be_shared_is_left_out_and_the_others_are_sent(
         told = error("share", command, "--folder", str(tmp_path / "out"), "--db", str(db))
         assert told == second.removeprefix("left out: ").replace(": ", " can't be shared: ", 1)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("system = '/home/x'", "devices.0.system: a path"),
+        ("system = ''", "does not say on which system it ran"),
+        ("conditions = '[]'", "is malformed"),
+        ("software = 'true'", "is malformed"),
+    ],
+)
+def test_a_device_is_sent_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, reason: str
+) -> None:
+    """Whichever of its runs is at fault: "left out" would be half a lie."""
+    monkeypatch.setattr(client, "send", lambda *what, **how: pytest.fail("it was sent"))
+    db = fill(fill(_database(), (1024,)), (4096,))
+    with closing(sqlite3.connect(db)) as connection, connection:
+        connection.execute(f"UPDATE run SET {change} WHERE id = 2")
+    result = run("share", "push", "http://127.0.0.1:9", "--token", "x", "--db", str(db), code=1)
+    (said,) = result.stdout.splitlines()
+    assert said.startswith(f"left out: {CPU.key}: ")
+    assert reason in said
+    assert said.endswith(": tune it into another database, mla-tune --db FILE")
 
 
 def test_where_no_device_may_be_shared_nothing_is_sent(

@@ -235,5 +235,5 @@ def _chosen(found: Mapping[str, T], key: str | None, path: Path) -> T:
         return found[chosen]
     problem = f"{path} has no {chosen}"
     if key is None:
-        problem = f"{path} has {len(found)} devices, and this is none of them"
+        problem = f"{path} has {len(found)} devices, and MLX's here, {chosen}, is none of them"
     raise StoreError(f"{problem}: name one with --device: {', '.join(found)}")

@@ -117,9 +117,10 @@ def push(
     secret = token if token_file is None else _token(token_file)
     with Store(database(db), create=False) as store:
         tables, left_out = share.offers(store)
-    sent = {  # once all are known to be sound
-        table.family: client.send(server, share.render(table), secret or "", timeout_s=timeout)
-        for table in tables
+    texts = {table.family: share.sound(table) for table in tables}  # all, before one is sent
+    sent = {
+        family: client.send(server, text, secret or "", timeout_s=timeout)
+        for family, text in texts.items()
     }
     lines = [
         f"{family}: {counted(n['new'], 'new result')}, {n['known']} known there"
