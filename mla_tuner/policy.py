@@ -425,7 +425,8 @@ def _winners(path: str | Path | None, device: Device) -> list[Row]:
 def _named(path: Path) -> str:
     """The option that names a database, where it is not the user's."""
     with suppress(StoreError):
-        return "" if path == default_path() else f" --db {shlex.quote(str(path))}"
+        if path == default_path():
+            return ""
     return f" --db {shlex.quote(str(path))}"
 
 

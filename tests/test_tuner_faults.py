@@ -355,6 +355,16 @@ def test_on_a_gpu_the_run_says_by_which_clock_and_the_summary_what_was_compiled(
     assert run_row(store)["conditions"] == {"load_1m": 0.1}
 
 
+def reckoned(store: Store) -> tuple[list[float], list[float]]:
+    """What the tuner thought that two buckets would take, and what they took."""
+    events: list[Event] = []
+    tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, progress=events.append)
+    return (
+        [event.estimate_s for event in events if isinstance(event, BucketStarted)],
+        [event.seconds for event in events if isinstance(event, BucketTuned)],
+    )
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_what_is_compiled_once_for_all_is_not_reckoned_for_the_next_bucket(
     store: Store, live: FakeRunners, monkeypatch: pytest.MonkeyPatch, again: bool
@@ -373,10 +383,7 @@ def test_what_is_compiled_once_for_all_is_not_reckoned_for_the_next_bucket(
         return check(runner, plan)
 
     monkeypatch.setattr(FakeRunner, "check", compiles)
-    events: list[Event] = []
-    tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, progress=events.append)
-    estimates = [event.estimate_s for event in events if isinstance(event, BucketStarted)]
-    done = [event.seconds for event in events if isinstance(event, BucketTuned)]
+    estimates, done = reckoned(store)
     assert done[0] > 30.0 > 2 * done[1]
     assert (estimates[1] > 30.0) is again
 
@@ -395,10 +402,7 @@ def test_kernels_that_a_dead_process_had_are_not_reckoned_for_the_next_bucket(
         return check(runner, plan)
 
     monkeypatch.setattr(FakeRunner, "check", dies)
-    events: list[Event] = []
-    tune(store, DEVICE, BUCKETS[:2], budget_s=1e4, progress=events.append)
-    estimates = [event.estimate_s for event in events if isinstance(event, BucketStarted)]
-    done = [event.seconds for event in events if isinstance(event, BucketTuned)]
+    estimates, done = reckoned(store)
     assert done[0] <= estimates[1] < 30.0
 
 

@@ -85,7 +85,7 @@ class HeadStart:
 
 def _read(nanoseconds: mx.array) -> int:
     found: Any = nanoseconds.item()
-    return found  # type: ignore[no-any-return]
+    return int(found)
 
 
 def head_start(backend: str) -> HeadStart | None:
